@@ -25,6 +25,7 @@ BROAD = {
     "features/test_optional.py",
     "features/test_new_kind.py",
     "features/test_separators.py",
+    "distributed/checkpoint/test_values_hashed.py",
     "distributed/test_hashed_ids.py",
     "distributed/test_hashed_programs.py",
     "distributed/test_job.py",

@@ -12,7 +12,7 @@ from recsys.base.arguments import MissingKeyError
 if TYPE_CHECKING:
     from recsys.features.spec import FeatureSpec
 
-__all__ = ["fingerprint_of", "row_sources"]
+__all__ = ["fingerprint_of", "hashed_values", "row_sources"]
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -76,3 +76,47 @@ def row_sources(spec: FeatureSpec, before: FeatureSpec, table: str) -> _Array:
     else:  # one bucket of all numbers
         middles = old_edges[len(old_edges) // 2 :][:1] if len(old_edges) else np.zeros(1)
     return np.concatenate([[0], np.searchsorted(old_edges, middles, "right") + 1])
+
+
+def hashed_values(spec: FeatureSpec, hashed: FeatureSpec, table: str) -> tuple[_Array, _Array]:
+    """Return the values of a vocabulary as ids of a table with hashed ids, and their rows.
+
+    The values of the last data come first, then the values that fewer extensions did not have, then
+    the lower row.
+
+    Args:
+        spec: A fitted spec with the vocabulary.
+        hashed: A spec whose `Hashed` columns have the table, with `growing=True`.
+        table: The table.
+
+    Returns:
+        int64 [V] 64-bit ids, and int64 [V] rows.
+
+    Raises:
+        KeyError: A spec has another kind of table.
+        TypeError: The values are texts in one and numbers in the other.
+
+    Example:
+        >>> from recsys.features import Categorical, FeatureSpec, Hashed
+        >>> old = FeatureSpec([Categorical("user")]).fit({"user": [7, -8, 7]})
+        >>> new = FeatureSpec([Hashed("user", rows=100, growing=True)])
+        >>> [array.tolist() for array in hashed_values(old, new, "user")]
+        [[7, -8], [2, 3]]
+    """
+    growing = {entry.name for entry in hashed.features() if entry.table == table and entry.growing}
+    vocabulary = spec.fitted.vocabularies.get(table)
+    if vocabulary is None or not growing:
+        raise MissingKeyError(
+            f"One spec must have table {table!r} by Categorical, and the other by "
+            "Hashed(..., growing=True)."
+        )
+    for column in hashed.columns:
+        kind = column.value_kind(hashed.fitted) if column.name in growing else None
+        if len(vocabulary.values) and kind not in (None, vocabulary.kind):
+            raise TypeError(
+                f"The values of a table must have one kind; received {vocabulary.kind}s of the "
+                f"vocabulary and hashed {kind}s. Cast the column."
+            )
+    ids, rows = vocabulary.by_hash()
+    order = np.lexsort((rows, vocabulary.ages[rows - vocabulary.num_special_rows]))
+    return ids[order], rows[order]

@@ -21,7 +21,7 @@ from recsys.datasets.utils import Batch
 from recsys.features import extend, save
 from recsys.features.arrow import with_missing
 from recsys.features.columns import INPUTS, Column, Feature, check_columns
-from recsys.features.fingerprints import row_sources
+from recsys.features.fingerprints import hashed_values, row_sources
 from recsys.features.fit import Fitted, PartialFit
 from recsys.features.samples import join_labels
 from recsys.features.transform import jagged_of
@@ -584,4 +584,4 @@ class FeatureSpec:
         return [values for column in columns for values in column.read(table, self.fitted)]
 
 
-SPECS.append(SpecFunctions(FeatureSpec.from_state_dict, row_sources))
+SPECS.append(SpecFunctions(FeatureSpec.from_state_dict, row_sources, hashed_values))

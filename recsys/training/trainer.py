@@ -72,8 +72,9 @@ class Trainer:
             of each epoch and of training.
         resume: Whether to continue from `last`, if it exists.
         start_from: Checkpoint of another job, such as `best` of yesterday's, whose weights training
-            starts with: `path` of `load_checkpoint`. Tables of another fit get each row at the
-            place of its value. A job that resumes does not read it.
+            starts with: `path` of `load_checkpoint`. Tables of another fit, or with hashed ids
+            in place of a vocabulary or the reverse, get each row at the place of its value. A job
+            that resumes does not read it.
         start_spec: The spec of `start_from`, if it was saved without one.
         start_states: Whether the optimizer's state is loaded from it, too; learning rates and other
             settings stay.

@@ -1,4 +1,4 @@
-"""One random sequence of extensions, training, saves and loads, compared with dicts."""
+"""One random sequence of extensions, training, saves, loads and services, compared with dicts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,19 @@ from recsys import DistributedModelParallel, EmbeddingBagCollection
 from recsys.distributed.checkpoint import load_checkpoint, save_checkpoint
 from recsys.distributed.placement.strategies import parameter_sharding
 from recsys.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
-from recsys.features import Categorical, FeatureSpec
+from recsys.features import Categorical, FeatureSpec, Hashed
+from recsys.inference import Predictor, package, quantize_embeddings
 from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.optim.keyed import KeyedOptimizer
 from tests.distributed.cases import whole
+from tests.distributed.checkpoint.test_hashed import line_of
+from tests.features.plain import fnv, signed
 from tests.ranks import RankPool
 
 DIM = 8
+_NUM_VALUES = 42
+_REGION_ROWS = 64
+"""Rows of a region of tables with hashed ids, which have few rows."""
 _KINDS = (
     ShardingType.TABLE_WISE,
     ShardingType.ROW_WISE,
@@ -35,10 +42,15 @@ _KINDS = (
 
 @dataclass
 class Expected:
-    """Knowledge of the oracle: values in the order of their rows, their ages and their rows."""
+    """Knowledge of the oracle: values in the order of their rows, their ages and their rows.
+
+    A table with hashed ids has an unknown row for each region, `unknown`, `unknown1` and so on.
+    """
 
     values: list[Any]
     ages: list[int]
+    hashed_rows: int = 0
+    """Rows of a table with hashed ids; 0: the table has a vocabulary."""
     rows: dict[Any, list[float]] = field(default_factory=dict)
 
     @classmethod
@@ -104,13 +116,20 @@ class Life:
         self.has_chain = False
         data = self._data()
         spec = FeatureSpec([self.column]).fit({"item": data})
-        self.now = self._new(spec, Expected.of_counts(Counter(data), self.min_count, self.max_size))
+        expected = Expected.of_counts(Counter(data), self.min_count, self.max_size)
+        if self.random.integers(4) == 0:
+            spec = FeatureSpec([Hashed("item", rows=256, growing=True)]).fit({"item": data})
+            expected = _hashed(256)
+        self.now = self._new(spec, expected)
         self._note_all()
 
     def _data(self) -> list[Any]:
         first = int(self.random.integers(0, 30))
-        values = self.random.integers(first, first + 12, int(self.random.integers(1, 30)))
-        return [self.kind(f"v{value}" if self.kind is str else value * 2**40) for value in values]
+        numbers = self.random.integers(first, first + 12, int(self.random.integers(1, 30)))
+        return [self._value(int(number)) for number in numbers]
+
+    def _value(self, number: int) -> Any:
+        return f"v{number}" if self.kind is str else number * 2**40
 
     def _new(self, spec: FeatureSpec, expected: Expected) -> State:
         torch.manual_seed(int(self.random.integers(2**31)))
@@ -122,19 +141,29 @@ class Life:
     def rows(self, state: State) -> dict[Any, list[float]]:
         """Return weights and optimizer state by value, looked up in the whole table."""
         weight, momentum = _whole(state.model, state.optimizer)
-        names = state.spec.values_of("item", np.arange(len(weight))).tolist()
-        names[:2] = ["missing", "unknown"]
-        both = torch.cat([weight, momentum.reshape(len(weight), -1)], 1)
-        return dict(zip(names, both.tolist(), strict=True))
+        both = torch.cat([weight, momentum.reshape(len(weight), -1)], 1).tolist()
+        if not state.expected.hashed_rows:
+            names = state.spec.values_of("item", np.arange(len(weight))).tolist()
+            names[:2] = ["missing", "unknown"]
+            return dict(zip(names, both, strict=True))
+        values = {_id_of(value): value for value in map(self._value, range(_NUM_VALUES))}
+        found = {_unknown(i): row for i, row in enumerate(both[::_REGION_ROWS])}
+        index = [_index(state.model, name).tolist() for name in ("ids", "last_used")]
+        for row, id_, used in zip(both, *index, strict=True):
+            if used:
+                assert values[id_] not in found
+                found[values[id_]] = row
+        return found
 
     def _note_all(self) -> None:
         self.now.expected.rows = self.rows(self.now)
 
     def check(self) -> None:
         """Compare the model with the expectations."""
-        values = self.now.spec.fitted.vocabularies["item"]
-        assert values.values.to_pylist() == self.now.expected.values
-        assert values.ages.tolist() == self.now.expected.ages
+        if not self.now.expected.hashed_rows:
+            values = self.now.spec.fitted.vocabularies["item"]
+            assert values.values.to_pylist() == self.now.expected.values
+            assert values.ages.tolist() == self.now.expected.ages
         assert self.rows(self.now) == self.now.expected.rows
 
     # -- steps -------------------------------------------------------------------------------------
@@ -143,18 +172,50 @@ class Life:
         """Train on some values: others keep their rows, and lookups read the rows of values."""
         data = self._data()
         batch = self.now.spec.transform({"item": data}).sparse_features
-        found = self.now.model(batch).values().detach()
         expected = self.now.expected
-        for value, row in zip(data, found.tolist(), strict=True):
-            name = value if value in expected.values else "unknown"
-            assert row == expected.rows[name][:DIM]
+        assert self._answers(data) == [self._row_of(value)[:DIM] for value in data]
         self.now.model(batch).values().pow(2).sum().backward()
         trained, before = self.rows(self.now), expected.rows
-        touched = {v if v in expected.values else "unknown" for v in data}
+        touched = {v if v in before or expected.hashed_rows else "unknown" for v in data}
+        assert trained.keys() == before.keys() | touched
         assert {v: r for v, r in trained.items() if v not in touched} == {
             v: r for v, r in before.items() if v not in touched
         }
         expected.rows = trained
+
+    def _answers(self, data: list[Any]) -> list[list[float]]:
+        """Return the pooled row of each value, without training."""
+        with torch.no_grad():
+            features = self.now.spec.transform({"item": data}).sparse_features
+            answers: list[list[float]] = self.now.model(features).values().tolist()
+        return answers
+
+    def _row_of(self, value: Any) -> list[float]:
+        """Return the row that a value reads, known or not."""
+        expected, name = self.now.expected, "unknown"
+        if value not in expected.rows and expected.hashed_rows:
+            regions = _regions(expected.hashed_rows)
+            index = SimpleNamespace(seed=0, num_regions=regions, lines=1)
+            name = _unknown(line_of(_id_of(value), index))
+        return expected.rows.get(value, expected.rows[name])
+
+    def serve(self) -> None:
+        """Answer raw rows, also unknown and missing ones, by the model and by some packages."""
+        data = [*self._data(), None, self._value(0)]
+        trained = self._answers(data)
+        zeros = [0.0] * DIM
+        missing = self.now.expected.rows.get("missing", zeros)[:DIM]
+        assert trained == [missing if v is None else self._row_of(v)[:DIM] for v in data]
+        if self.random.integers(4):
+            return  # a package takes as long as a life
+        served = quantize_embeddings(self.now.model, torch.float32, dst=0)
+        folder = self.folder / f"models/{self.random.integers(2**62)}"
+        if dist.is_initialized() and dist.get_rank():
+            return
+        version = package(
+            served, folder, {"item": data}, spec=self.now.spec, programs=["torchscript"]
+        )
+        assert torch.as_tensor(Predictor(version)({"item": data})["item"]).tolist() == trained
 
     def save(self) -> None:
         """Save in full or as a delta, with or without the spec."""
@@ -177,6 +238,8 @@ class Life:
 
     def extend(self) -> None:
         """Extend the spec, and load the rows by value."""
+        if self.now.expected.hashed_rows:
+            return
         self.save()
         data = self._data()
         if self.now.spec.partial({"item": data}).digest() in self.now.spec.fitted.digests:
@@ -187,6 +250,8 @@ class Life:
 
     def forget(self) -> None:
         """Remove some values; the last ones take their rows."""
+        if self.now.expected.hashed_rows:
+            return
         self.save()
         expected = copy.deepcopy(self.now.expected)
         removed = [v for v in expected.values if self.random.integers(4) == 0]
@@ -212,10 +277,19 @@ class Life:
             expected = Expected.of_counts(Counter(data), self.min_count, self.max_size)
             self._load_by_value(spec, expected)
 
+    def hash(self) -> None:
+        """Give a saved vocabulary, or hashed ids of any number of rows, to a hashed table."""
+        self.save()
+        rows = _REGION_ROWS * int(self.random.choice([4, 8, 16]))
+        column = Hashed("item", rows=rows, growing=True)
+        self._load_by_value(FeatureSpec([column]).fit({"item": self._data()}), _hashed(rows))
+
     def _load_by_value(self, spec: FeatureSpec, expected: Expected) -> None:
         path, old, has_spec, before = self.saved[int(self.random.integers(len(self.saved)))]
         new_rows = ("init", "unknown")[int(self.random.integers(2))]
         self.now, expected.rows = self._new(spec, expected), {}
+        rows = expected.hashed_rows
+        is_resized = rows and before.hashed_rows and rows != before.hashed_rows
         initial = self.rows(self.now)
         load_checkpoint(
             path,
@@ -224,7 +298,16 @@ class Life:
             spec=spec,
             saved_spec=None if has_spec else old,
             new_rows=new_rows,  # type: ignore[arg-type]
+            resize=["item"] if is_resized else [],
         )
+        if rows:
+            old_regions = _regions(before.hashed_rows)
+            names = {_unknown(i) for i in range(old_regions)} | {"missing"}
+            expected.rows = {v: row for v, row in before.rows.items() if v not in names}
+            for i in range(_regions(rows)):
+                source = _unknown(i * old_regions // _regions(rows))
+                expected.rows[_unknown(i)] = before.rows[source]
+            return
         for value, row in initial.items():
             if value in before.rows:
                 expected.rows[value] = before.rows[value]
@@ -244,9 +327,33 @@ class Life:
                 self.load,
                 self.refit,
                 self.forget,
+                self.hash,
+                self.serve,
             )
             step[int(self.random.integers(len(step)))]()
             self.check()
+
+
+def _hashed(rows: int) -> Expected:
+    return Expected([], [], rows)
+
+
+def _regions(rows: int) -> int:
+    """Return the regions of a table with hashed ids; 1 for a vocabulary."""
+    return max(rows // _REGION_ROWS, 1)
+
+
+def _unknown(region: int) -> str:
+    return f"unknown{region or ''}"
+
+
+def _id_of(value: Any) -> int:
+    return signed(fnv(value)) if isinstance(value, str) else int(value)
+
+
+def _index(model: Any, name: str) -> torch.Tensor:
+    [array] = [whole(v) for key, v in model.state_dict().items() if key.endswith(f"index.{name}")]
+    return array
 
 
 def _whole(model: Any, optimizer: KeyedOptimizer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -273,10 +380,11 @@ def _run_on_rank(seed: int, folder: str, steps: int) -> None:
 
 
 def _shard(model: Any, random: np.random.Generator) -> Any:
-    kind = _KINDS[int(random.integers(len(_KINDS)))]
+    [config] = model.embedding_bag_configs()
+    kinds = _KINDS if config.ids is None else _KINDS[:-1]  # not of replicas
+    kind = kinds[int(random.integers(len(kinds)))]
     world = list(range(dist.get_world_size()))
     ranks = world[-1:] if kind is ShardingType.TABLE_WISE else world
-    [config] = model.embedding_bag_configs()
     tables = EmbeddingModuleShardingPlan()
     tables["item"] = parameter_sharding(kind, config.num_embeddings, DIM, ranks)
     return DistributedModelParallel(model, plan=ShardingPlan({"": tables}))

@@ -14,16 +14,17 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from recsys import EmbeddingBagCollection, EmbeddingBagConfig, datasets
+from recsys import DistributedModelParallel, EmbeddingBagCollection, EmbeddingBagConfig, datasets
 from recsys.datasets.utils import Batch
 from recsys.datasets.windows import join_rows, split_rows, take_rows
 from recsys.distributed.checkpoint import CheckpointError, read_checkpoint
 from recsys.distributed.checkpoint.values import saved_spec
 from recsys.distributed.checkpoint.versions import open_version
-from recsys.features import Categorical, FeatureSpec, Label, Numeric
+from recsys.features import Categorical, FeatureSpec, Hashed, Label, Numeric
 from recsys.inference import package, quantize_embeddings
 from recsys.inference.scoring import score
 from recsys.modules.dlrm import DLRM, DLRMTrain
+from recsys.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from recsys.prepare import prepare
 from recsys.training import Trainer
 
@@ -51,8 +52,8 @@ def _model(tables: list[EmbeddingBagConfig]) -> DLRMTrain:
     return DLRMTrain(DLRM(EmbeddingBagCollection(tables=tables), 1, [4], [4, 1]))
 
 
-def _trainer(model: DLRMTrain, folder: Path, **settings: Any) -> Trainer:
-    adam = torch.optim.Adam(model.parameters(), lr=0.05)
+def _trainer(model: Any, folder: Path, optimizer: Any = None, **settings: Any) -> Trainer:
+    adam = optimizer or torch.optim.Adam(model.parameters(), lr=0.05)
     quiet: dict[str, Any] = {"loggers": (), "shows_bar": False, "log_every": None, "epochs": 1}
     return Trainer(model, adam, folder, **{**quiet, **settings})
 
@@ -96,6 +97,39 @@ def test_the_next_day_starts_from_the_weights_of_each_value(
         _trainer(_model(extended.tables(4)), tmp_path / "1", resume=True).fit(
             datasets.parquet(days[1], extended, batch_size=50)
         )
+
+
+def test_the_next_day_changes_a_vocabulary_to_hashed_ids_and_back(
+    days: list[str], tmp_path: Path
+) -> None:
+    fitted = _spec().fit(days[0])
+    columns = [Hashed("user", rows=128, growing=True), *fitted.columns[1:]]
+    hashed = FeatureSpec(columns).fit(days[0])
+    users = fitted.values_of("user", range(2, fitted.features()[0].rows)).tolist()
+
+    def answers(model: Any, spec: FeatureSpec) -> list[list[float]]:
+        features = spec.transform({"user": users, "age": [0] * len(users)}, labels=False)
+        tables = model.module.model.sparse_arch.embedding_bag_collection
+        with torch.no_grad():
+            return tables(features.sparse_features).values().tolist()
+
+    before: list[list[float]] = []
+    for number, spec in enumerate((fitted, hashed, fitted)):
+        core = _model(spec.tables(4))
+        tables = core.model.sparse_arch.embedding_bag_collection
+        apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.1})
+        model = DistributedModelParallel(core)
+        adam = torch.optim.Adam(p for n, p in model.named_parameters() if "bags" not in n)
+        start = {"start_from": tmp_path / str(number - 1) / "last"} if number else {}
+        trainer = _trainer(model, tmp_path / str(number), pipeline=False, optimizer=adam, **start)
+        started: list[Any] = []
+        model.register_forward_pre_hook(
+            lambda model, _, spec=spec, started=started: started.append(answers(model, spec))
+        )
+        trainer.fit(datasets.parquet(days[0], spec, batch_size=50))
+        assert started[0] == before or not number
+        before = answers(model, spec)
+        assert before != started[0]
 
 
 def test_batches_of_another_fit_are_refused(days: list[str], tmp_path: Path) -> None:

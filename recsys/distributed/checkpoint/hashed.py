@@ -1,8 +1,8 @@
-"""Tables with hashed ids of another size, seed or number of regions: their ids get new rows."""
+"""Tables with hashed ids of another size, seed or number of regions, or that had a vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -15,14 +15,27 @@ from recsys.distributed.checkpoint.read import SavedValues, is_named
 from recsys.distributed.checkpoint.state import parts_of_value, values_with_rows
 from recsys.distributed.model_parallel import get_unwrapped_module
 from recsys.distributed.state.table_shards import TableShards
-from recsys.kernels.hashed.index import geometry
+from recsys.kernels.hashed.index import IdIndex, geometry
 from recsys.kernels.hashed.placement import choose_rows
-from recsys.kernels.hashed.twin import locate, scores_of
+from recsys.kernels.hashed.twin import FRACTION, locate, scores_of
 from recsys.modules.ids.rows import PINNED_BATCHES
 from recsys.modules.ids.table_index import TableIndex
 from recsys.modules.tables.embedding_table import EmbeddingTable
 
 _REMEDY = "Load it with the rows and the seed with which it was saved."
+_BY_VALUE = "A load by value", "Leave out overflow, and give the table rows for all ids."
+
+
+@final
+class SavedIds(NamedTuple):
+    """Ids of a table that has a vocabulary in the checkpoint, the most useful first."""
+
+    ids: Tensor
+    """int64 [K]."""
+    rows: Tensor
+    """int64 [K], their rows in the checkpoint."""
+    unknown_row: int
+    """Row of unknown values in the checkpoint."""
 
 
 @final
@@ -37,6 +50,8 @@ class _Table(NamedTuple):
     """Weight and row states that are not the index's, by their keys in the state."""
     arrays: dict[tuple[str, ...], Tensor]
     """Arrays of the index."""
+    given: SavedIds | None
+    """Ids of a vocabulary; None: the checkpoint has an index."""
 
 
 @final
@@ -44,33 +59,42 @@ class HashedTables:
     """Tables with hashed ids that a load fills id by id instead of row by row.
 
     Each id has the row that the hash gives it in the new table. If a line of the table has too many
-    ids, the ids with the highest scores stay, by the eviction rule of the table. Counters of
-    `AtLeast` and optimizer states of rows without an id are reset.
+    ids, the ids with the highest scores stay, by the eviction rule of the table; of the values of a
+    vocabulary, the first ones. Counters of `AtLeast` and optimizer states of rows without an id are
+    reset.
 
     Args:
         model: The model.
         state: Its live state. The values of the tables are taken out.
         resize: Names of tables.
+        given: Ids of tables that have a vocabulary in the checkpoint, by the name of the weight.
     """
 
-    def __init__(self, model: nn.Module, state: dict[str, Any], resize: Collection[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        state: dict[str, Any],
+        resize: Collection[str],
+        given: Mapping[str, SavedIds],
+    ) -> None:
         self._state = state
         self._tables: list[_Table] = []
         for name, shards in _hashed_tables(model):
             weight = f"{name}weight"
-            if any(is_named(weight, table) for table in resize):
+            if weight in given or any(is_named(weight, table) for table in resize):
                 for _, shard in shards:
                     try:
-                        shard.rules.check_rows_in_memory(name.removesuffix("."), "resize", _REMEDY)
+                        action, remedy = ("resize", _REMEDY) if weight not in given else _BY_VALUE
+                        shard.rules.check_rows_in_memory(name.removesuffix("."), action, remedy)
                     except ValueError as error:
                         raise CheckpointError(str(error)) from None
                 values = values_with_rows(weight, state)
                 index = {key: v for key, v in values.items() if key[1].startswith(f"{name}index.")}
-                sketch = "model", f"{name}index.sketch"
-                if sketch[1] in state["model"]:
-                    index[sketch] = state["model"][sketch[1]]
+                for key in ("sketch", *(("steps", "init_seed") if weight in given else ())):
+                    if (array := f"{name}index.{key}") in state["model"]:
+                        index["model", array] = state["model"][array]
                 values = {key: value for key, value in values.items() if key not in index}
-                self._tables.append(_Table(weight, shards, values, index))
+                self._tables.append(_Table(weight, shards, values, index, given.get(weight)))
                 for key in index:
                     del state["model"][key[1]]
                 del state["model"][weight]
@@ -84,7 +108,7 @@ class HashedTables:
         return [t for t in resize if not any(is_named(table.weight, t) for table in self._tables)]
 
     @torch.no_grad()
-    def fill(self, saved: SavedValues) -> None:
+    def fill(self, saved: SavedValues) -> dict[tuple[str, int], int]:
         """Fill the tables, and put their values back into the state.
 
         The other values must have been loaded.
@@ -92,13 +116,19 @@ class HashedTables:
         Args:
             saved: The checkpoint, with optimizer state.
 
+        Returns:
+            Number of values of a vocabulary that have no room, by the name of the weight and the
+            first row of the shard.
+
         Raises:
             CheckpointError: It has no ids of a table, or the table has other columns in it.
         """
+        lost: dict[tuple[str, int], int] = {}
         for table in self._tables:
-            _fill(table, saved)
+            lost |= _fill(table, saved)
             for key, value in (*table.values.items(), *table.arrays.items()):
                 set_element(self._state, key, value)
+        return lost
 
 
 def _hashed_tables(model: nn.Module) -> Iterator[tuple[str, list[tuple[int, TableIndex]]]]:
@@ -111,16 +141,17 @@ def _hashed_tables(model: nn.Module) -> Iterator[tuple[str, list[tuple[int, Tabl
             yield prefix, [(0, module.index)]
 
 
-def _fill(table: _Table, saved: SavedValues) -> None:
-    prefix = table.weight.removesuffix("weight")
-    names = {key: name_of(key) for key in (*table.values, *table.arrays)}
+def _fill(table: _Table, saved: SavedValues) -> dict[tuple[str, int], int]:
+    prefix, given = table.weight.removesuffix("weight"), table.given
+    arrays = table.arrays if given is None else ()
+    names = {key: name_of(key) for key in (*table.values, *arrays)}
     for key, name in names.items():
         saved_value, value = saved.values.get(name), {**table.values, **table.arrays}[key]
         if not isinstance(saved_value, TensorStorageMetadata):
             raise CheckpointError(
-                f"A table of resize with HashedIds must have its ids in the checkpoint; "
-                f"{saved.folder} has no {name!r}. Leave {table.weight!r} out, or load without the "
-                "optimizer."
+                "A table with HashedIds whose ids get other rows needs its values in the "
+                f"checkpoint; {saved.folder} has no {name!r}. Leave {table.weight!r} out, or load "
+                "without the optimizer."
             )
         if saved_value.size[1:] != value.shape[1:]:
             raise CheckpointError(
@@ -129,14 +160,19 @@ def _fill(table: _Table, saved: SavedValues) -> None:
                 "loaded."
             )
     rows_of: dict[int, tuple[Tensor, Tensor]] = {}  # new and old rows, by the first row of a shard
+    lost: dict[tuple[str, int], int] = {}
     for first_row, index in table.shards:
-        rows_of[first_row] = _place(index, saved, prefix)
+        if given is None:
+            rows_of[first_row] = _place(index, saved, prefix)
+        else:
+            rows_of[first_row], lost[table.weight, first_row] = _place_values(index, given)
     for key, value in table.values.items():
         parts = parts_of_value(value)
         if key[0] != "model":
             for _, part in parts:
                 part.zero_()
         copy_rows(saved, names[key], parts, rows_of)
+    return lost
 
 
 def name_of(key: Sequence[str]) -> str:
@@ -164,8 +200,7 @@ def _place(index: TableIndex, saved: SavedValues, prefix: str) -> tuple[Tensor, 
         read = saved.read(dict.fromkeys(names.values(), rows))
         block = [read[name] for name in names.values()]
         at = (block[1] >= oldest).nonzero().flatten()
-        regions = locate(shard, block[0][at].to(shard.ids.device)).regions.cpu()
-        at = at[(regions >= shard.first_region) & (regions < shard.last_region)]
+        at = at[_are_here(shard, block[0][at]).cpu()]
         rows_of_shards.append([at + rows.start, *(values[at] for values in block)])
         starts = torch.arange(-rows.start % region_rows, len(block[0]), region_rows)
         shared.append(block[1][starts] == 0)
@@ -187,6 +222,39 @@ def _place(index: TableIndex, saved: SavedValues, prefix: str) -> tuple[Tensor, 
         new_rows = torch.cat([new_rows, index.shared_rows()])
         old_rows = torch.cat([old_rows, old_regions * region_rows])
     return new_rows, old_rows
+
+
+def _are_here(shard: IdIndex, ids: Tensor) -> Tensor:
+    """Return whether ids belong to the regions of a shard."""
+    regions = locate(shard, ids.to(shard.ids.device)).regions
+    return (regions >= shard.first_region) & (regions < shard.last_region)
+
+
+def _place_values(index: TableIndex, given: SavedIds) -> tuple[tuple[Tensor, Tensor], int]:
+    """Give rows of a shard to values of a vocabulary, as if the last batch had them.
+
+    Returns:
+        int64 [K] rows in the shard and, in the same order, in the checkpoint; and the number of
+        values of its regions without a row.
+    """
+    shard, step = index.index, max(index.step, 1)  # a row of step 0 is free
+    for array in (index.ids, index.last_used, index.seen, index.sketch):
+        array.zero_()
+    index.steps.fill_(step)
+    scores = torch.arange(len(given.ids), 0, -1, device=shard.ids.device)
+    at = _are_here(shard, given.ids).nonzero().flatten()
+    ids, old_rows = (values.to(shard.ids.device)[at] for values in given[:2])
+    placed, _ = choose_rows(shard, ids, scores[at], step + 1)
+    has_row = placed >= 0
+    new_rows, old_rows = placed[has_row], old_rows[has_row]
+    index.ids[new_rows], index.last_used[new_rows] = ids[has_row], step
+    if index.seen.numel():
+        index.seen[new_rows] = FRACTION if shard.settings.eviction == "lfu" else 1
+    if index.rules.unknown == "shared":
+        shared = index.shared_rows()
+        new_rows = torch.cat([new_rows, shared])
+        old_rows = torch.cat([old_rows, torch.full_like(shared, given.unknown_row)])
+    return (new_rows, old_rows), int((~has_row).sum())
 
 
 def copy_rows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -43,7 +44,13 @@ from recsys.distributed.checkpoint.state import (
     whole_names,
 )
 from recsys.distributed.checkpoint.torchrec_names import own_names
-from recsys.distributed.checkpoint.values import SPEC, MovedTables, NewRows
+from recsys.distributed.checkpoint.values import (
+    SPEC,
+    MovedTables,
+    NewRows,
+    converted_tables,
+    index_of,
+)
 from recsys.distributed.checkpoint.versions import Manifest, open_version
 from recsys.distributed.state.sharded_table import ShardedTable
 from recsys.distributed.state.table_shards import TableShards
@@ -93,11 +100,17 @@ def load_checkpoint(
         spec: The fitted spec of the model's tables. Tables that were saved with another fit get
             each row, with its optimizer state, at the place of its value: values that both fits
             have keep their rows bit for bit, under any plan. A bucket of numbers takes the row of
-            the bucket that contained its middle. Without it, a table of another fit is an error.
+            the bucket that contained its middle. Without it, a table of another fit is an error. A
+            table may also have a vocabulary in one and hashed ids, `Hashed(growing=True)`, in the
+            other. A value then takes the row of its hash, or the hash the row of its value. An
+            expired id counts as long as its row has it. The row of unknown values is the one that
+            the unknown ids of region 0 share. If there are fewer rows than values, the values of
+            the last data stay, then the values that fewer extensions did not have, then the lower
+            row; a warning has the number of others.
         saved_spec: The spec of the checkpoint; None for the one that was saved with it.
         new_rows: Weights of values that the checkpoint lacks: "init" keeps the model's, "mean"
             takes the mean of the saved values, "unknown" the saved row of unknown values. Their
-            optimizer state is the model's.
+            optimizer state is the model's. New hashed ids keep their own initial values.
 
     Returns:
         The saved `extra`, with tensors on the CPU.
@@ -157,7 +170,7 @@ def load_checkpoint(
         moved.append(
             MovedTables(folder, manifest, model, state, saved, specs, new_rows, allow_partial)
         )
-        hashed.append(HashedTables(model, state, tables))
+        hashed.append(HashedTables(model, state, tables, moved[0].hashed))
         resized.extend(fit_rows(folder, state, saved, hashed[0].names(tables)))
         if progress:
             keys = _progress_keys(reader)
@@ -181,12 +194,13 @@ def load_checkpoint(
     with failures_named(failed, env, "load a checkpoint"):
         load(state, storage_reader=reader, planner=planner, process_group=group, no_dist=not group)
 
-    def finish() -> None:
+    def finish() -> dict[tuple[str, int], int]:
+        lost: dict[tuple[str, int], int] = {}
         restore(state, resized)
-        if tables or moved[0].names:
+        if tables or moved[0].names or moved[0].hashed:
             saved_values = SavedValues(folder, manifest, optimizer=True)
             moved[0].fill(saved_values)
-            hashed[0].fill(saved_values)
+            lost = hashed[0].fill(saved_values)
         moved[0].finish()
         model.load_state_dict(state["model"])
         if manifest is not None:
@@ -198,8 +212,20 @@ def load_checkpoint(
             num_saved = len(_progress_keys(reader))
             saved = {key: decode(subject, data) for key, data in state["progress"].items()}
             load_progress(subject, progress, saved, num_saved, env)
+        return lost
 
-    on_every_rank(env, what, finish)
+    without_room: dict[tuple[str, int], int] = {}  # shards of other columns have the same ids
+    for of_rank in on_every_rank(env, what, finish):
+        without_room |= of_rank
+    if sum(without_room.values()) and env.rank == 0:
+        full = sorted({weight for (weight, _), count in without_room.items() if count})
+        warnings.warn(
+            f"Tables {full[:10]} with hashed ids have no "
+            f"room for {sum(without_room.values()):,} values of the checkpoint, which are new when "
+            "they come again. Use more rows.",
+            UserWarning,
+            stacklevel=4,
+        )
     if not state.get("extra"):  # a folder written by torch.distributed.checkpoint
         return {}
     read = decode if manifest is not None else decode_pickle
@@ -248,8 +274,12 @@ def _state_to_fill(
         state = live()
     if settings is not None or "extra" in saved:
         state["extra"] = b""
-    names = flat(state).keys()
-    missing = sorted(names - saved.keys())
+    # indexes of hashed ids that only the model or the checkpoint has: `MovedTables`
+    indexes = tuple(f"model.{index_of(weight)}" for weight in converted_tables(model, saved))
+    names, saved_names = (
+        {name for name in values if not name.startswith(indexes)} for values in (flat(state), saved)
+    )
+    missing = sorted(names - saved_names)
     if missing and not allow_partial:
         raise CheckpointError(
             f"The checkpoint {folder} lacks {len(missing)} of the values to load: {missing[:10]}. "
@@ -262,7 +292,7 @@ def _state_to_fill(
     ]
     unread = sorted(
         name
-        for name in saved.keys() - names
+        for name in saved_names - names
         if not name.startswith("optimizer.")
         or (optimizer is not None and not any(table in name for table in elsewhere))
     )

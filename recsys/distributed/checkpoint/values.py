@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from recsys.distributed.checkpoint.blocks import BlockReader
 from recsys.distributed.checkpoint.errors import CheckpointError, failures_named
-from recsys.distributed.checkpoint.hashed import copy_rows, name_of
+from recsys.distributed.checkpoint.hashed import SavedIds, copy_rows, name_of
 from recsys.distributed.checkpoint.read import CompleteLoadPlanner, SavedValues
 from recsys.distributed.checkpoint.safe_pickle import decode
 from recsys.distributed.checkpoint.state import parts_of_value, values_with_rows
@@ -33,7 +33,15 @@ from recsys.modules.tables.fingerprints import (
 if TYPE_CHECKING:
     from recsys.features import FeatureSpec
 
-__all__ = ["SPEC", "MovedTables", "NewRows", "fingerprints_of", "saved_spec"]
+__all__ = [
+    "SPEC",
+    "MovedTables",
+    "NewRows",
+    "converted_tables",
+    "fingerprints_of",
+    "index_of",
+    "saved_spec",
+]
 
 NewRows: TypeAlias = Literal["init", "mean", "unknown"]
 """Values of rows that the checkpoint lacks: the model's, the mean of the saved rows of values, or
@@ -50,6 +58,26 @@ def fingerprints_of(model: nn.Module) -> dict[str, str]:
         for name, config in configs_by_weight(get_unwrapped_module(model))
         if config.fingerprint is not None
     }
+
+
+def converted_tables(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
+    """Return the weights of tables with hashed ids in either the model or the checkpoint.
+
+    Args:
+        model: The model.
+        saved: Values in the checkpoint.
+    """
+    return [
+        weight
+        for weight, config in configs_by_weight(get_unwrapped_module(model))
+        if f"model.{weight}" in saved
+        and (config.ids is None) == (f"model.{index_of(weight)}ids" in saved)
+    ]
+
+
+def index_of(weight: str) -> str:
+    """Return the start of the names of the index of a table, given the name of its weight."""
+    return f"{weight.removesuffix('weight')}index."
 
 
 def saved_spec(folder: Path, manifest: Manifest | None) -> FeatureSpec | None:
@@ -85,8 +113,10 @@ class _Table(NamedTuple):
     """Weight and row states, by their keys in the state."""
     sources: Tensor
     """int64 [rows here], the saved row of each row; -1: there is none."""
-    first_row: int
-    """Number of rows that are not values of the data."""
+    is_value: Tensor
+    """bool [rows in the checkpoint], whether a row there stands for a value."""
+    unknown_row: int
+    """Row of unknown values in the checkpoint."""
 
 
 @final
@@ -119,32 +149,38 @@ class MovedTables:
         new_rows: NewRows,
         allow_partial: bool,
     ) -> None:
-        self._folder, self._manifest, self._state = folder, manifest, state
+        self._folder, self._manifest, self._state, self._saved = folder, manifest, state, saved
         self._specs, self._new_rows, self._allow_partial = specs, new_rows, allow_partial
         if specs[0] is not None:
             check_spec("load_checkpoint.spec", specs[0], model)
         self._tables: list[_Table] = []
+        self.hashed: dict[str, SavedIds] = {}
         self._taken: list[tuple[BaseEmbeddingConfig, str]] = []
         fingerprints = (manifest or {}).get("fingerprints")
-        unchecked: list[str] = []
+        unchecked, converted = list[str](), converted_tables(model, saved)
         for weight, config in configs_by_weight(get_unwrapped_module(model)):
             value, saved_value = state["model"].get(weight), saved.get(f"model.{weight}")
             if value is None or not isinstance(saved_value, TensorStorageMetadata):
                 continue
             before = (fingerprints or {}).get(weight)
             is_resized = saved_value.size[:1] != value.shape[:1]
+            if weight in converted:
+                self._move(weight, config, before, is_converted=True)
+                continue
+            if config.ids is not None:
+                continue
             if config.fingerprint == before and before is not None:
                 continue
             if config.fingerprint is None:
                 if before is not None and is_resized:
-                    raise CheckpointError(self._differs(config, before))
+                    raise CheckpointError(self._differs(weight, config, before))
                 if before is not None:
                     self._taken.append((config, before))
                 continue
             if before is None and specs[1] is None and not is_resized:
                 unchecked.append(config.name)
                 continue
-            self._move(weight, config, before)
+            self._move(weight, config, before, is_converted=False)
         if unchecked:
             warnings.warn(
                 f"The checkpoint {folder} has no fingerprints of the tables {unchecked[:10]}, as "
@@ -159,10 +195,12 @@ class MovedTables:
         """Names of the tables."""
         return [table.name for table in self._tables]
 
-    def _move(self, weight: str, config: BaseEmbeddingConfig, before: str | None) -> None:
+    def _move(
+        self, weight: str, config: BaseEmbeddingConfig, before: str | None, *, is_converted: bool
+    ) -> None:
         spec, old = self._specs
         if spec is None:
-            raise CheckpointError(self._differs(config, before))
+            raise CheckpointError(self._differs(weight, config, before))
         if old is None:
             old = saved_spec(self._folder, self._manifest)
             self._specs = spec, old  # read once for all tables
@@ -177,7 +215,7 @@ class MovedTables:
                 f"spec must have a feature of table {config.name!r}, {config.feature_names}; it "
                 "has none."
             )
-        table, num_special_rows = of_table[0].table, of_table[0].special_rows
+        table, num_rows = of_table[0].table, self._state["model"][weight].shape[0]
         prints = old.fingerprints()
         saved = {prints.get(entry.name) for entry in old.features() if entry.table == table}
         if before is not None and before not in saved:
@@ -185,13 +223,24 @@ class MovedTables:
                 f"saved_spec must be the spec of the checkpoint, {self._folder}; table {table!r} "
                 "is of another fit in it."
             )
+        saved_rows = self._saved[f"model.{weight}"].size[0]  # type: ignore[union-attr]
+        is_value, unknown_row = torch.arange(saved_rows) >= of_table[0].special_rows, _UNKNOWN
         try:
-            sources = torch.from_numpy(SPECS[0].row_sources(spec, old, table))
+            if not is_converted:
+                sources = torch.from_numpy(SPECS[0].row_sources(spec, old, table))
+            elif config.ids is None:
+                ids, rows = map(torch.from_numpy, SPECS[0].hashed_values(spec, old, table))
+                index = SavedValues(self._folder, self._manifest)
+                sources, is_value = _rows_in_index(index, weight, ids, rows, of_table[0].rows)
+                unknown_row = 0
+            else:
+                ids, rows = map(torch.from_numpy, SPECS[0].hashed_values(old, spec, table))
+                self.hashed[weight] = SavedIds(ids, rows, _UNKNOWN)
+                return
         except (KeyError, TypeError) as error:
             raise CheckpointError(
                 f"Table {config.name!r} cannot take its rows from {self._folder}: {error}"
             ) from None
-        num_rows = self._state["model"][weight].shape[0]
         if num_rows < len(sources):
             raise CheckpointError(
                 f"Table {config.name!r} must have the {len(sources)} rows of spec; received "
@@ -199,7 +248,7 @@ class MovedTables:
             )
         sources = torch.cat([sources, sources.new_full((num_rows - len(sources),), -1)])
         values = values_with_rows(weight, self._state)
-        self._tables.append(_Table(config.name, values, sources, num_special_rows))
+        self._tables.append(_Table(config.name, values, sources, is_value, unknown_row))
         for key in values:
             *path, name = key
             holder = self._state
@@ -207,14 +256,18 @@ class MovedTables:
                 holder = holder[part]
             del holder[name]
 
-    def _differs(self, config: BaseEmbeddingConfig, before: str | None) -> str:
+    def _differs(self, weight: str, config: BaseEmbeddingConfig, before: str | None) -> str:
         """Return the message for a table of another fit."""
         old = self._specs[1] or saved_spec(self._folder, self._manifest)
         if old is not None:
             old.fingerprints()  # which makes its vocabularies known
         moved = moved_values(str(config.fingerprint), str(before))
         what = "its rows stand for other values"
-        if moved is not None:
+        if config.ids is not None:
+            what = "it has hashed ids here only"
+        elif f"model.{index_of(weight)}ids" in self._saved:
+            what = "it has hashed ids there only"
+        elif moved is not None:
             what = f"{moved[0]:,} of its {moved[1]:,} values have another row, or none"
         return (
             f"Table {config.name!r} of the checkpoint {self._folder} is of another fit than here: "
@@ -262,15 +315,48 @@ class MovedTables:
             )
         sources, is_weight = table.sources, key[0] == "model"
         if is_weight and self._new_rows == "unknown":
-            sources = sources.where(sources >= 0, _UNKNOWN)
+            sources = sources.where(sources >= 0, table.unknown_row)
         copy_rows(saved, name, parts, _rows_of(sources, parts))
-        has_values = saved_value.size[0] > table.first_row
+        has_values = bool(table.is_value.any())
         if is_weight and self._new_rows == "mean" and has_values and bool((sources < 0).any()):
-            mean = _mean(saved, name, table.first_row)
+            mean = _mean(saved, name, table.is_value)
             for offsets, part in parts:
                 is_new = sources[offsets[0] : offsets[0] + len(part)] < 0
                 columns = mean[offsets[1] : offsets[1] + part.shape[1]]
                 part[is_new.to(part.device)] = columns.to(part.device, part.dtype)
+
+
+def _rows_in_index(
+    saved: SavedValues, weight: str, ids: Tensor, rows: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Return the rows that values have in a saved index of hashed ids.
+
+    Args:
+        saved: The checkpoint.
+        weight: Name of the weight of the table.
+        ids: int64 [V], the ids of the values.
+        rows: int64 [V], their rows in the table.
+        num_rows: Number of rows of the table.
+
+    Returns:
+        int64 [num_rows], the saved row of each row: for unknown values, the row that unknown ids of
+        the first region have; -1 for a new value. And bool [saved rows], whether a row has an id.
+    """
+    ids, order = ids.sort()
+    sources, used = torch.full((num_rows,), -1), list[Tensor]()
+    sources[_UNKNOWN] = 0
+    names = [f"{index_of(weight)}{name}" for name in ("ids", "last_used")]
+    for block in saved.row_ranges(names[0]):
+        assert block is not None
+        read = saved.read(dict.fromkeys(names, block))
+        used.append(read[names[1]] > 0)
+        at = used[-1].nonzero().flatten()
+        saved_ids = read[names[0]][at]
+        if len(ids):
+            places = torch.searchsorted(ids, saved_ids).clamp(max=len(ids) - 1)
+            is_known = ids[places] == saved_ids
+            sources[rows[order[places[is_known]]]] = at[is_known] + block.start
+    return sources, torch.cat(used)
 
 
 def _rows_of(
@@ -285,12 +371,12 @@ def _rows_of(
     return rows
 
 
-def _mean(saved: SavedValues, name: str, first_row: int) -> Tensor:
-    """Return the mean of the saved rows from `first_row` on, float64 [columns]."""
+def _mean(saved: SavedValues, name: str, is_value: Tensor) -> Tensor:
+    """Return the mean of the saved rows of values, float64 [columns]."""
     total, count = torch.zeros(1, dtype=torch.float64), 0
     for rows in saved.row_ranges(name):
         if rows is not None:
-            block = saved.read({name: rows})[name][max(first_row - rows.start, 0) :]
+            block = saved.read({name: rows})[name][is_value[rows.start : rows.stop]]
             total = total + block.double().sum(0)
             count += len(block)
     return total / max(count, 1)

@@ -53,6 +53,8 @@ class SpecFunctions(NamedTuple):
     """Return the spec of a state, as `FeatureSpec.from_state_dict`."""
     row_sources: Callable[[FeatureSpec, FeatureSpec, str], Any]
     """Return the rows of a table's values in an earlier spec."""
+    hashed_values: Callable[[FeatureSpec, FeatureSpec, str], tuple[Any, Any]]
+    """Return the values of a vocabulary as ids of a table with hashed ids, and their rows."""
 
 
 SPECS: list[SpecFunctions] = []

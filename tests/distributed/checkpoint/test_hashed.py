@@ -139,7 +139,7 @@ def test_the_best_ids_stay(
         index = other.model().ebc.embedding_bags[config.name].index.index
         for id_, (_, _, last_used, seen) in before.items():
             score = _score(config.ids.eviction, step, last_used, seen)
-            lines.setdefault(_line_of(id_, index), []).append((-score, id_))
+            lines.setdefault(line_of(id_, index), []).append((-score, id_))
         for line, members in lines.items():
             room = 64 - (line % index.lines == 0)
             expected |= {id_ for _, id_ in sorted(members)[:room]}
@@ -148,7 +148,7 @@ def test_the_best_ids_stay(
         assert all(after[id_] == before[id_] for id_ in expected)
 
 
-def _line_of(id_: int, index: Any) -> int:
+def line_of(id_: int, index: Any) -> int:
     """The line of an id, in whole numbers of Python."""
     mask = 2**64 - 1
     mixed = (id_ ^ index.seed) & mask
