@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from recsys.base.arguments import MissingKeyError, finite, repeated, wrong_type
 from recsys.base.logs import logger
+from recsys.base.step_stages import long_section
 from recsys.datasets.partitions import file_name, partition_of, types_of
 from recsys.datasets.readers import read_files
 from recsys.datasets.selection import Spec
@@ -214,7 +215,8 @@ class Follower:
                     self._next = _Place(number, reader, reader.position())
                     self._trail.append(self._next)
                     yield batch
-            found = self._next_round()
+            with long_section("the wait for new files"):
+                found = self._next_round()
             if not found.names:
                 break
             self._rounds.append(found.names)
