@@ -81,7 +81,7 @@ def test_dense_columns_and_labels_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"liked": [1.0]}, ValueError, "received 3 .*received 3 in"),
+        ({"liked": [1.0]}, ValueError, "received 3 in 'user' .* 'liked'"),
         ({"age": [[1.0]] * 3}, ValueError, "Column 'age' must .*number per row"),
         (
             {"age": [1.0, None, 2.0]},

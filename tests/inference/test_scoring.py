@@ -348,7 +348,7 @@ def test_raw_requests_are_checked_as_training_data(
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ({"city": [["Oslo"]]}, "received list<item: .*received list<item: string>."),
+        ({"city": [["Oslo"]]}, "received list<item: string>. Send one"),
         ({"age": ["old"]}, "'age' must .*received string. Send"),
         ({"row": ["a"]}, "'row' must .*received .* Send "),
         ({"time": [10**18]}, "years 1 .*received 1000000000000000000 in"),
