@@ -222,7 +222,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("size", "seed"),
-    [(1, 1), (2, 3), *(pytest.param(1 + n % 3, n, marks=pytest.mark.slow) for n in (0, 4, 5))],
+    [(1, 1), *(pytest.param(1 + n % 3, n, marks=pytest.mark.slow) for n in (0, 4, 5, 7))],
 )
 def test_a_preempted_job_ends_as_an_undisturbed_one(
     ranks: RankPool, tmp_path: Path, size: int, seed: int
