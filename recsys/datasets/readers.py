@@ -24,7 +24,7 @@ from recsys.datasets.selection import (
 )
 from recsys.datasets.sources import Source, TableSource, source_of
 from recsys.datasets.table_reader import TableReader
-from recsys.datasets.tables import Paths, files_of, located, unify_types, with_versions
+from recsys.datasets.tables import Paths, located, open_files, unify_types, with_versions
 
 __all__ = ["csv", "parquet", "read_files", "table"]
 
@@ -70,7 +70,7 @@ def _open_at(
     paths = [
         replace(one, version=next(left)) if isinstance(one, TableVersion) else one for one in listed
     ]
-    return _open(files_of(paths, format, **text_options), spec, options)
+    return _open(open_files(paths, format, **text_options), spec, options)
 
 
 def _open(files: list[File], spec: Spec, options: dict[str, Any]) -> list[Source]:

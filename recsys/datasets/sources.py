@@ -25,8 +25,8 @@ from recsys.datasets.memory import table_of
 from recsys.datasets.partitions import file_name
 from recsys.datasets.tables import (
     COMPRESSED,
+    are_paths,
     files_of,
-    is_path,
     is_utf8,
     located,
     unify_types,
@@ -416,7 +416,7 @@ def parts_of(
     if isinstance(data, Part):
         yield data
         return
-    if is_path(data) or (isinstance(data, Sequence) and len(data) and all(map(is_path, data))):
+    if are_paths(data):
         for file in unify_types(files_of(data), columns, kinds, optional):
             yield Part(file.schema.empty_table(), file.path, 0)
             yield from read_parts(file, columns)

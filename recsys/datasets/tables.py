@@ -44,12 +44,13 @@ from recsys.datasets.partitions import Partition, check_same_columns, partition_
 __all__ = [
     "COMPRESSED",
     "Paths",
+    "are_paths",
     "files_of",
-    "is_path",
     "is_utf8",
     "kind_of",
     "located",
     "names_of_files",
+    "open_files",
     "unify_types",
     "with_versions",
 ]
@@ -246,9 +247,22 @@ def files_of(paths: Paths, format: str | None = None, **csv_options: Any) -> lis
         ValueError: The format of a file is unknown, the file is damaged or empty, or it is a part
             of a table of Delta Lake or Iceberg.
     """
+    return open_files(with_versions(paths), format, **csv_options)
+
+
+def open_files(
+    listed: Sequence[str | TableVersion], format: str | None, **csv_options: Any
+) -> list[File]:
+    """Open the files of paths whose tables have a version; as `files_of`.
+
+    Args:
+        listed: Result of `with_versions`.
+        format: As for `files_of`.
+        csv_options: As for `files_of`.
+    """
     files: list[File | None] = []
     found = []
-    for address in with_versions(paths):
+    for address in listed:
         if isinstance(address, TableVersion):
             files += [_open_in_lake(file, address, format) for file in lake_files(address)]
         else:
@@ -296,11 +310,11 @@ def with_versions(paths: Paths) -> list[str | TableVersion]:
         FileNotFoundError: There is no path.
         ValueError: A table does not have a version.
     """
-    if not is_path(paths) and not (isinstance(paths, Sequence) and all(map(is_path, paths))):
+    if isinstance(paths, Sequence) and not is_path(paths) and not len(paths):
+        raise FileNotFoundError("paths must have at least one path; received none.")
+    if not are_paths(paths):
         wrong_type("paths", "a path or a list of paths", paths)
     listed = [paths] if isinstance(paths, str | PurePath | TableVersion) else list(paths)
-    if not listed:
-        raise FileNotFoundError("paths must have at least one path; received none.")
     return [
         one if isinstance(one, TableVersion) else lake_at(os.fspath(one)) or os.fspath(one)
         for one in listed
@@ -337,6 +351,13 @@ def _with_columns(file: File, partition: Partition, types: Mapping[str, Any]) ->
 def is_path(data: object) -> bool:
     """Return whether an argument is a path or a URL."""
     return isinstance(data, str | PurePath | TableVersion)
+
+
+def are_paths(data: object) -> bool:
+    """Return whether an argument is a path, or a list of one or more paths."""
+    return is_path(data) or (
+        isinstance(data, Sequence) and len(data) > 0 and all(map(is_path, data))
+    )
 
 
 def _found(one: str) -> list[tuple[Any, str, str]]:

@@ -31,7 +31,7 @@ import pyarrow.parquet as pq
 from pyarrow import csv
 
 from recsys import datasets
-from recsys.datasets import files, sources
+from recsys.datasets import files, sources, tables
 from recsys.datasets.utils import Batch
 from recsys.features import FeatureSpec, Ids
 from recsys.prepare import prepare
@@ -166,7 +166,7 @@ def _read(reader: str, found: _Files, kind: str, folder: Path) -> Iterator[tuple
         yield from zip(table["row"].to_pylist(), table["version"].to_pylist(), strict=True)
         return
     if reader == "tables":
-        for file in datasets.readers.files_of(paths, **options):
+        for file in tables.files_of(paths, **options):
             for part in sources.read_parts(file, ["row", "version"]):
                 columns = part.table.to_pydict()
                 yield from zip(columns["row"], columns["version"], strict=True)

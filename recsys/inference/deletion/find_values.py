@@ -167,6 +167,7 @@ class _Search:
     def __init__(self, values: Mapping[str, TableValues], spec: FeatureSpec) -> None:
         self._values, self._spec = values, spec
         self._known: dict[str, Vocabulary] = {}  # by fingerprint
+        self._prepared: dict[Path, FeatureSpec] = {}  # by folder
         self._learn(spec)
 
     def _learn(self, spec: FeatureSpec) -> None:
@@ -182,7 +183,8 @@ class _Search:
         self._learn(spec)
         for table, values in self._values.items():
             has = np.zeros(len(values.array), bool)
-            for vocabulary in [v for t, v in spec.fitted.vocabularies.items() if t == table]:
+            vocabulary = spec.fitted.vocabularies.get(table)
+            if vocabulary is not None:
                 has |= _are_in(values.array, vocabulary.values)
             for column in spec.columns:
                 profile = spec.fitted.profiles.get(column.name)
@@ -273,7 +275,7 @@ class _Search:
     def table_file(self, path: Path) -> Iterator[tuple[str, str, int]]:
         """Yield the numbers of values of a file of raw or prepared rows."""
         prepared = next((p for p in path.parents if _is_prepared(p)), None)
-        spec = self._spec if prepared is None else FeatureSpec.load(prepared / "features")
+        spec = self._spec if prepared is None else self._spec_of_prepared(prepared)
         by_column = {column.name: column for column in spec.columns if column.table in self._values}
         [file] = files_of(path)
         names = [name for name in by_column if name in file.schema.names]
@@ -281,17 +283,31 @@ class _Search:
         kinds = {name: kind for name, kind in kinds.items() if name in names}
         [file] = unify_types([file], [], kinds)
         found = {str(by_column[n].table): set[int]() for n in names}
+        rows = {} if prepared is None else {n: self._rows_in(by_column[n], spec) for n in names}
         for part in read_parts(file, names):
             for name in names:
                 column = by_column[name]
-                values = self._values[str(column.table)]
                 if prepared is None:
+                    values = self._values[str(column.table)]
                     found[str(column.table)] |= _in_raw(part.table, column, values)
                 else:
-                    found[str(column.table)] |= _in_prepared(part.table, column, values, spec)
+                    found[str(column.table)] |= _in_prepared(part.table, column, rows[name])
         what = "table" if prepared is None else "prepared file"
         for table, of_table in found.items():
             yield what, table, len(of_table)
+
+    def _spec_of_prepared(self, folder: Path) -> FeatureSpec:
+        """Return the spec of the raw columns of prepared files, read once for all files."""
+        if folder not in self._prepared:
+            self._prepared[folder] = FeatureSpec.load(folder / "features")
+        return self._prepared[folder]
+
+    def _rows_in(self, column: Column, spec: FeatureSpec) -> _Array:
+        """Return the rows or ids of the given values in a prepared column."""
+        values = self._values[str(column.table)]
+        if values.ids is not None:
+            return values.ids
+        return rows_of(spec.fitted.vocabularies[str(column.table)], values.array)
 
 
 def _is_prepared(folder: Path) -> bool:
@@ -324,10 +340,7 @@ def _in_raw(table: Any, column: Column, values: TableValues) -> set[int]:
     return set(np.flatnonzero(has).tolist())
 
 
-def _in_prepared(table: Any, column: Column, values: TableValues, spec: FeatureSpec) -> set[int]:
-    """Return the rows or ids of the given values that a prepared column has."""
-    given = values.ids
-    if given is None:
-        given = rows_of(spec.fitted.vocabularies[str(column.table)], values.array)
+def _in_prepared(table: Any, column: Column, given: _Array) -> set[int]:
+    """Return the given rows or ids that a prepared column has."""
     numbers = read_keys(read_values(table, column.name, column.is_list)).numbers
     return set(np.intersect1d(given, numbers).tolist())

@@ -172,14 +172,14 @@ class _Work:
             if part.ids is not None:
                 ids = torch.from_numpy(np.array(self._tables[name].ids))
                 rows = part.ids.free(ids)
-                values, count = weights.new_zeros(len(rows), weights.shape[1]), len(rows)
+                values = weights.new_zeros(len(rows), weights.shape[1])
             else:
                 chosen = self._rows[name]
                 chosen = chosen[(chosen >= part.rows.start) & (chosen < part.rows.stop)]
                 rows = torch.from_numpy(chosen - part.rows.start).to(weights.device)
                 row = unknown[part.name, part.columns.start or 0].to(weights)
-                values, count = row.expand(len(rows), -1).clone(), len(rows)
+                values = row.expand(len(rows), -1).clone()
             if len(rows):
                 part.kernel.write_rows(part.place, rows, values, is_new=True)
-            counts[name, part.name, part.rows.start] = count
+            counts[name, part.name, part.rows.start] = len(rows)
         return counts

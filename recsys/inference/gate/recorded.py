@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 from recsys.datasets.sources import parts_of
-from recsys.datasets.tables import files_of, is_path
+from recsys.datasets.tables import are_paths, files_of
 from recsys.inference.gate.scored import Rows, Task, predictions_of, texts_of
 from recsys.inference.records.rows import PREDICTION, SHADOW
 
@@ -50,7 +50,7 @@ def read_recorded(
     """
     rows, versions = Rows([label], regression, False), set[tuple[str, str]]()
     columns = [label, *_VERSIONS, *segments]
-    if is_path(data) or (isinstance(data, Sequence) and len(data) and all(map(is_path, data))):
+    if are_paths(data):
         schema = files_of(data)[0].schema
         columns += [name for name in schema.names if name.startswith((PREDICTION, SHADOW))]
     for part in parts_of(data, columns, {}):

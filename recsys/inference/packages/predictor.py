@@ -103,16 +103,13 @@ class Predictor:
         else:
             self._engine = _TorchEngine(Path(version), program, verify_tables)
         self._manifest = self.manifest
-        self._recorder: Recorder | None = None
-        self._record: Recording | None = None
-        if record is not None:
-            self._recorder = self._opened(record, path)
+        self._recorder = None if record is None else self._opened(record, path)
 
     def _opened(self, record: Recording, library: str | Path) -> Recorder:
         from recsys.inference.records.recorder import Recorder, check_recorded  # needs pyarrow
 
         check_recorded(record, self._manifest)
-        shadow, self._record = None, record
+        shadow = None
         if record.shadow is not None:
             shadow = Predictor(
                 record.shadow, library=library or None, verify_tables=self._verify_tables
@@ -211,7 +208,7 @@ class Predictor:
         """Convert a request to tensors, or return the error of a bad value."""
         tensors = {}
         for name, value in request.items():
-            if self._record is not None and name == self._record.key:
+            if self._recorder is not None and name == self._recorder.settings.key:
                 continue
             try:
                 tensor = torch.as_tensor(value)
@@ -254,10 +251,10 @@ class Predictor:
     @checked
     def swap(self, version: str | Path) -> None:
         """Open another version in place of the current one, which is kept after an error."""
-        if self._record is not None:
+        if self._recorder is not None:
             from recsys.inference.records.recorder import check_recorded
 
-            check_recorded(self._record, read_manifest(Path(version)))
+            check_recorded(self._recorder.settings, read_manifest(Path(version)))
         if isinstance(self._engine, Library):
             self._engine.swap(Path(version))
         else:

@@ -74,11 +74,15 @@ class Recorder:
         settings: The settings.
         shadow: The second version, or None; the recorder closes it.
 
+    Attributes:
+        settings: The settings.
+
     Raises:
         OSError: The folder cannot be created.
     """
 
     def __init__(self, settings: Recording, shadow: _Shadow | None) -> None:
+        self.settings = settings
         Path(settings.folder).mkdir(parents=True, exist_ok=True)
         self._state = _State(settings, shadow)
         thread = threading.Thread(target=self._state.run, name="record", daemon=True)
