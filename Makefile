@@ -7,6 +7,7 @@
 #   make test       the test suite; pass arguments with ARGS="-k jagged"
 #   make test REST=1  the cases that notice few faults more, which `make test` leaves out
 #   make test SLOW=1  the whole test suite with its slow cases
+#   make test LONG=1  the cases that CI leaves out: many kills, sanitizers, further slow cases
 #   make conformance  every sharding type, compared with the unsharded model and TorchRec; an hour
 #   make predictor  build the C++ core for serving packages into build/predictor/
 #   make bench      CPU benchmarks against TorchRec
@@ -59,9 +60,9 @@ $(TRITON)/.unpacked:
 	@touch $@
 
 # Two processes run one file each at a time. One process, with a debugger: ARGS="-n 0 --pdb"
-test: $(call stamp,test) $(if $(SLOW),$(call stamp,triton) $(call stamp,onnx) $(call stamp,lake))
+test: $(call stamp,test) $(if $(SLOW)$(LONG),$(call stamp,triton) $(call stamp,onnx) $(call stamp,lake))
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile \
-	  $(if $(SLOW),,-m $(if $(REST),"rest","not slow and not rest")) $(ARGS)
+	  $(if $(SLOW),,-m $(if $(LONG),long,$(if $(REST),rest,"not slow and not rest"))) $(ARGS)
 
 # Needs CMake, a C++17 compiler and OpenSSL's headers (libssl-dev).
 predictor: $(BASE)

@@ -26,14 +26,17 @@ if not torch.cuda.is_available():
 
 from tests.needs_triton import mark_triton
 from tests.ranks import RankPool
-from tests.rest import is_rest
+from tests.rest import is_long, is_rest
 from tests.slow import is_slow
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases of the slow tier and of the rest, and the cases that need Triton."""
+    """Mark the long and slow cases, the rest, and the cases that need Triton."""
     for item in items:
-        if is_slow(item.nodeid):
+        if is_long(item.nodeid):
+            item.add_marker("long")
+            item.add_marker("slow")
+        elif is_slow(item.nodeid):
             item.add_marker("slow")
         elif is_rest(item.nodeid):
             item.add_marker("rest")

@@ -46,6 +46,7 @@ BROAD = {
     "inference/cpp/test_core.py",
     "inference/cpp/test_library.py",
     "inference/cpp/test_rules.py",
+    "training/test_other_ranks.py",
     "test_bad_input.py",
     "test_benchmarks.py",
     "test_docstrings.py",
@@ -61,6 +62,7 @@ BROAD = {
 
 # Source files with public names that are tested through what uses them.
 TESTED_THROUGH = {
+    "datasets/epoch_windows.py": "datasets/test_table_reader.py",
     "datasets/memory.py": "datasets/test_tables.py",
     "datasets/selection.py": "datasets/test_readers.py",
     "features/arrow.py": "features/test_containers.py",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.rest import LIST, is_rest
+import pytest
+
+from tests.rest import LIST, LONG, is_long, is_rest
 from tests.slow import QUICK_CASE_OF, is_slow
 from tests.without_compat import expected
 
@@ -23,11 +25,13 @@ def test_slow_cases_and_their_quick_ones_are_there() -> None:
 
 
 def test_quick_cases_are_not_slow() -> None:
-    assert sorted(case for case in QUICK_CASE_OF.values() if is_slow(case)) == []
+    quick = QUICK_CASE_OF.values()
+    assert sorted(case for case in quick if is_slow(case) or is_long(case)) == []
 
 
-def test_cases_of_the_rest_are_there() -> None:
-    names = expected(LIST.read_text().splitlines())
+@pytest.mark.parametrize("listed", [LIST, LONG], ids=["rest", "long"])
+def test_listed_cases_are_there(listed: Path) -> None:
+    names = expected(listed.read_text().splitlines())
     files = {name for name in names if "::" not in name}
     gone = [name for name in names - files if not is_there(name)]
     assert sorted([*gone, *(name for name in files if not (ROOT / name).is_file())]) == []
@@ -40,4 +44,4 @@ def test_names_of_a_case_a_test_and_a_file() -> None:
     assert not is_rest(case.partition("[")[0])
     assert is_rest(test)
     assert is_rest(f"{test}[1]")
-    assert not is_rest("tests/test_slow.py::test_cases_of_the_rest_are_there")
+    assert not is_rest("tests/test_slow.py::test_listed_cases_are_there")

@@ -152,7 +152,7 @@ class BalancedBatches(IterableDataset[Batch]):
         for name in _STATE_METHODS:
             if hasattr(batches, name):  # a trainer skips batches that have none
                 setattr(self, name, getattr(batches, name))
-        if hasattr(batches, "_check_other_ranks"):  # a TableReader, which needs pyarrow
+        if hasattr(batches, "_load_other_ranks"):  # a TableReader, which needs pyarrow
             self.load_state_dicts = self._load_state_dicts
 
     @property
@@ -170,9 +170,10 @@ class BalancedBatches(IterableDataset[Batch]):
 
     def _load_state_dicts(self, states: Sequence[Mapping[str, int]]) -> None:
         reader = cast("TableReader", self.batches)  # a reader of one process
-        if len(states) != self.world_size:
-            reader._check_other_ranks(len(states), self.world_size, states[0])
-        reader.load_state_dict(states[0])
+        if len(states) == self.world_size:
+            reader.load_state_dict(states[0])
+        else:
+            reader._load_other_ranks(states)
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.batches:

@@ -165,8 +165,7 @@ class Follower:
         """Continue from a state with the next iterator.
 
         Args:
-            state: Result of `state_dict`, of a follower with the same settings, on any number of
-                ranks if the rows of a step stay the same.
+            state: Result of `state_dict`, of a follower with the same settings.
 
         Raises:
             FileNotFoundError: A file of the current round is gone.
@@ -176,7 +175,7 @@ class Follower:
         self._load(state, lambda reader: reader.load_state_dict(state["reader"]))
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the states of all ranks of a run, which are equal.
+        """Continue from the states of all ranks of a run, on any number of ranks.
 
         Args:
             states: Result of `state_dict` of each rank.

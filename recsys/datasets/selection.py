@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -341,3 +342,34 @@ def filter_columns(filter: Any, schema: Any) -> list[str]:
             f"{error}"
         ) from error
     return columns
+
+
+def checksums_of(sources: Sequence[Source]) -> list[int]:
+    """Return the checksum of each source; 0 if none of it is read."""
+    with ThreadPoolExecutor(16) as pool:
+        return [*pool.map(lambda source: source.checksum() if source.sizes else 0, sources)]
+
+
+def check_contents(sources: Sequence[Source], saved: Sequence[int], now: Sequence[int]) -> None:
+    """Check that files have the content that they had when a state was saved.
+
+    Args:
+        sources: Files or tables.
+        saved: Checksums of a state. Another number of them is an error of the settings.
+        now: Checksums of the sources.
+
+    Raises:
+        ValueError: A file has another content.
+    """
+    if len(saved) != len(now):
+        return
+    changed = [
+        s.path for s, before, after in zip(sources, saved, now, strict=True) if before != after
+    ]
+    if changed:
+        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        raise ValueError(
+            "The state must be of a reader with the same files; received files that have changed "
+            f"since the state was saved: {', '.join(changed[:5])}{more}. Restore their content, or "
+            "begin an epoch with set_epoch."
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, final
 
@@ -19,8 +19,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from recsys.base.arguments import MissingKeyError, flag, shown, whole
 from recsys.datasets.ahead import map_ahead
+from recsys.datasets.epoch_windows import (
+    UnreadWindow,
+    WindowUnits,
+    unread_windows,
+    windows_of,
+)
 from recsys.datasets.lake import VersionedTables
-from recsys.datasets.selection import RowSplit, Selection, Spec
+from recsys.datasets.selection import RowSplit, Selection, Spec, check_contents, checksums_of
 from recsys.datasets.sources import Source, TextSource, Unit
 from recsys.datasets.utils import Batch, check_rank, rank_in_job, rank_slice
 from recsys.datasets.windows import join_rows, split_rows
@@ -179,6 +185,7 @@ class TableReader(IterableDataset[Batch]):
         self._find_units()
         self._trail: deque[_Position] = deque(maxlen=_MOST_PENDING + 1)
         self._resumes = False
+        self._unread: dict[int, list[UnreadWindow]] = {}  # windows of an epoch, if others began it
         self._move(_Position(0, 0, 0))
 
     def _find_units(self) -> None:
@@ -191,8 +198,7 @@ class TableReader(IterableDataset[Batch]):
                 f"row groups and {self.world_size} ranks. Pass divide='batches', or write smaller "
                 "row groups with `python -m recsys prepare --row-group-rows`."
             )
-        with ThreadPoolExecutor(16) as pool:
-            self._checksums = [*pool.map(_checksum, self.selection.sources)]
+        self._checksums = checksums_of(self.selection.sources)
 
     @property
     def num_batches(self) -> int | None:
@@ -205,7 +211,8 @@ class TableReader(IterableDataset[Batch]):
         has_estimates = any(isinstance(source, TextSource) for source in chosen.sources)
         if has_estimates or not chosen.has_whole_units:
             return None
-        rows = sum(unit.num_rows for window in self._windows(self.epoch) for unit in window)
+        windows = self._windows(self.epoch)
+        rows = sum(sum(unit.num_rows for unit in part.units) - part.row for part in windows)
         step = self._step_rows()
         return rows // step if self.drop_last else -(-rows // step)
 
@@ -221,7 +228,7 @@ class TableReader(IterableDataset[Batch]):
         """
         self.epoch = whole("epoch", epoch, 0)
         self._move(_Position(self.epoch, 0, 0))
-        self._resumes = False
+        self._resumes, self._unread = False, {}
 
     def state_dict(self, pending: int = 0) -> dict[str, Any]:
         """Return the position after the last batch, and settings and files that it depends on.
@@ -233,7 +240,9 @@ class TableReader(IterableDataset[Batch]):
 
         Returns:
             Integers, and `checksums`, a list with an integer for each file; of tables of Delta Lake
-            and Iceberg also `versions`, a list with an integer for each table.
+            and Iceberg also `versions`, a list with an integer for each table. In an epoch that
+            another number of ranks began, also `unread`: for each window of this rank the number of
+            shares of the row groups, the share, the window's number in it, and its first row.
 
         Raises:
             ValueError: `pending` is out of its range.
@@ -246,8 +255,10 @@ class TableReader(IterableDataset[Batch]):
             )
         position = self._trail[-1 - pending]
         versions = {} if self._tables is None else {"versions": [*self._tables.versions]}
+        unread = self._unread.get(position.epoch)
+        left = {} if unread is None else {"unread": [[*window] for window in unread]}
         checksums = {"checksums": [*self._checksums]}
-        return {**position._asdict(), **self._settings(), **checksums, **versions}
+        return {**position._asdict(), **self._settings(), **checksums, **versions, **left}
 
     def position(self) -> dict[str, int]:
         """Return the numbers of a state at which the next batch begins."""
@@ -271,12 +282,13 @@ class TableReader(IterableDataset[Batch]):
             self.selection = replace(self.selection, sources=tuple(self._tables.sources()))
             self._find_units()
         settings = self._settings()
-        keys = {*settings, *_Position._fields, "checksums", "versions"}
-        if {*state} | {"checksums", "versions"} != keys:  # older states have no checksums
+        optional = {"checksums", "versions", "unread"}  # older states have no checksums
+        keys = {*settings, *_Position._fields, *optional}
+        if {*state} | optional != keys:
             raise MissingKeyError(
                 f"state must have the keys {sorted(keys)}; it has {sorted(state)}."
             )
-        self._check_contents(state.get("checksums", ()))
+        check_contents(self.selection.sources, state.get("checksums", ()), self._checksums)
         for name, value in settings.items():
             if state[name] != value:
                 raise ValueError(
@@ -284,69 +296,50 @@ class TableReader(IterableDataset[Batch]):
                     f"{name}={state[name]} in the state and {value} in this reader. Build the "
                     "reader as for the saved run, or begin an epoch with set_epoch."
                 )
-        self._move(_Position(*(int(state[name]) for name in _Position._fields)))
+        position = _Position(*(int(state[name]) for name in _Position._fields))
+        windows = [UnreadWindow(*map(int, window)) for window in state.get("unread", ())]
+        self._unread = {position.epoch: windows} if "unread" in state else {}
+        self._move(position)
         self._resumes = True
 
-    def _check_contents(self, checksums: Sequence[int]) -> None:
-        """Check that files have the content that they had when a state was saved.
-
-        Args:
-            checksums: Of the state. Other numbers of files are an error of the settings.
-        """
-        if len(checksums) != len(self._checksums):
-            return
-        pairs = zip(self.selection.sources, checksums, self._checksums, strict=True)
-        changed = [source.path for source, saved, now in pairs if saved != now]
-        if changed:
-            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-            raise ValueError(
-                "The state must be of a reader with the same files; received files that have "
-                f"changed since the state was saved: {', '.join(changed[:5])}{more}. Restore their "
-                "content, or begin an epoch with set_epoch."
-            )
-
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the states of all ranks of a run, with `divide="batches"` on any number.
+        """Continue from the states of all ranks of a run, on any number of ranks.
+
+        On another number, `batch_size` may be another one too. With `divide="row_groups"` the
+        windows that are left of the epoch are divided among the ranks.
 
         Args:
-            states: Result of `state_dict` of each rank. With `divide="batches"` they are equal.
+            states: Result of `state_dict` of each rank.
 
         Raises:
-            ValueError: Files or settings differ, such as the number of ranks with
-                `divide="row_groups"`, or the number of rows of a step.
+            ValueError: Files or settings differ, or these are not states of all ranks of a run.
         """
-        state = states[self.rank % len(states)]
-        if len(states) != self.world_size:
-            self._check_other_ranks(len(states), self.world_size, state)
-        self.load_state_dict(state)
+        if len(states) == self.world_size:
+            self.load_state_dict(states[self.rank])
+        else:
+            self._load_other_ranks(states)
 
-    def _check_other_ranks(self, before: int, now: int, state: Mapping[str, Any]) -> None:
-        """Check that a run can continue on another number of ranks.
-
-        Args:
-            before: Number of ranks of the run.
-            now: Number of ranks of this job.
-            state: State of a rank of the run.
-        """
-        rows, world_size = state.get("batch_size", 0), state.get("world_size")
-        ranks = f"{before} rank{'s' * (before > 1)} then, {now} now"
-        if self.divide == "row_groups" and world_size != self._share()[1]:
-            raise ValueError(
-                "A reader with divide='row_groups' must continue on the same number of ranks; "
-                f"received {ranks}. Resume on {before}, or begin an epoch with set_epoch. With "
-                "divide='batches' the number may change."
-            )
-        if (self.divide == "batches" or self.world_size == 1) and rows != self._step_rows():
-            rank_rows, rest = divmod(rows, self.world_size)
-            remedy = f"Resume on {before}" if rest else f"Pass batch_size={rank_rows}"
-            raise ValueError(
-                f"A step must keep its {rows} rows of all ranks together; received {ranks}, with "
-                f"batch_size={self.batch_size}. {remedy}."
-            )
+    def _load_other_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from the states of another number of ranks."""
+        own = self._settings()
+        first = min(states, key=lambda state: state.get("epoch", 0))
+        place = {name: own[name] for name in ("batch_size", "rank", "world_size")}
+        self.load_state_dict({**first, **place})
+        if first["world_size"] == own["world_size"] == 1:  # each rank reads all row groups
+            return
+        position = _Position(self._next.epoch, 0, 0)
+        unread = unread_windows(states, lambda *s: len(self._windows_of(position.epoch, *s)))
+        self._unread = {}
+        if unread is not None:
+            mine = unread[own["rank"] :: own["world_size"]]
+            self._unread = {position.epoch: mine}
+            position = position._replace(row=mine[0].row if mine else 0)
+        self._move(position)
 
     def __iter__(self) -> Iterator[Batch]:
         if not self._resumes:
             self._move(_Position(self.epoch, 0, 0))
+            self._unread = {}
         self._resumes = False
         return self._batches(self._next)
 
@@ -388,21 +381,25 @@ class TableReader(IterableDataset[Batch]):
     def _step_rows(self) -> int:
         return self.batch_size * (self.world_size if self.divide == "batches" else 1)
 
-    def _windows(self, epoch: int) -> list[list[Unit]]:
-        """Return the units of each window of this rank."""
+    def _windows(self, epoch: int) -> list[WindowUnits]:
+        """Return the windows of this rank."""
+        if (unread := self._unread.get(epoch)) is not None:
+            of = {
+                place: self._windows_of(epoch, *place) for place in {(w[1], w[0]) for w in unread}
+            }
+            return [
+                WindowUnits(of[share, shares][number], number, row)
+                for shares, share, number, row in unread
+            ]
+        windows = self._windows_of(epoch, *self._share())
+        return [WindowUnits(units, number, 0) for number, units in enumerate(windows)]
+
+    def _windows_of(self, epoch: int, share: int, count: int) -> list[list[Unit]]:
+        """Return the units of each window of a share of the row groups."""
         order = list(range(len(self._units)))
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(order).tolist()
-        share, count = self._share()
-        windows: list[list[Unit]] = []
-        rows = self.window_rows
-        for i in order[share::count]:
-            if rows >= self.window_rows:
-                windows.append([])
-                rows = 0
-            windows[-1].append(self._units[i])
-            rows += self._units[i].num_rows
-        return windows
+        return windows_of([self._units[i] for i in order[share::count]], self.window_rows)
 
     def _batches(self, start: _Position) -> Iterator[Batch]:
         carried: list[Batch] = []
@@ -444,16 +441,11 @@ class TableReader(IterableDataset[Batch]):
         return batch
 
 
-def _checksum(source: Source) -> int:
-    """Return the checksum of a source; 0 if none of it is read."""
-    return source.checksum() if source.sizes else 0
-
-
 @final
 class _Loader:
     """Reads and transforms the windows of an epoch; windows may be loaded by several threads."""
 
-    def __init__(self, reader: TableReader, start: _Position, windows: list[list[Unit]]) -> None:
+    def __init__(self, reader: TableReader, start: _Position, windows: list[WindowUnits]) -> None:
         self._reader, self._start, self._windows = reader, start, windows
         self.numbers = range(start.window, len(windows))
         self._carried: dict[int, Future[int]] = {
@@ -469,9 +461,11 @@ class _Loader:
         reader = self._reader
         step = reader._step_rows()
         try:
-            rows = self._reader.selection.read(self._windows[number])
+            units, number_in_share, begin = self._windows[number]
+            rows = self._reader.selection.read(units)
             count = sum(part.table.num_rows for part in rows)
-            skipped = min(count, self._start.row) if number == self._start.window else 0
+            begin = self._start.row if number == self._start.window else begin
+            skipped = min(count, begin)
             carried = self._carried[number].result()
             self._carried[number + 1].set_result((carried + count - skipped) % step)
         except BaseException:
@@ -482,7 +476,7 @@ class _Loader:
         window = reader.selection.transform(rows)
         order = None
         if reader.shuffle:
-            draw = np.random.default_rng([reader.seed, self._start.epoch, number, 1])
+            draw = np.random.default_rng([reader.seed, self._start.epoch, number_in_share, 1])
             order = draw.permutation(count)
         first = min(count, skipped + (step - carried) % step)
         last = first + (count - first) // step * step

@@ -113,12 +113,15 @@ class ResumableBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of this rank."""
+        state = self._states.get(self.step)
+        if state is None and self._has_ended and isinstance(self._loader, Stateful):
+            state = self._loader.state_dict()  # other ranks perhaps have batches left
         return {
             "step": self.step,
             "epoch": self.epoch,
             "batch": self.batch,
             "random": self._random,
-            "loader": self._states.get(self.step),
+            "loader": state,
             "has_ended": self._has_ended,
         }
 
@@ -130,24 +133,28 @@ class ResumableBatches:
         if state is not None:
             self._states[self.step] = state
             self._restore_loader = lambda: self._loader.load_state_dict(state)  # type: ignore[attr-defined]
+            if state_dict["has_ended"]:  # not iterated before the next epoch, and saved again
+                self._restore_loader()
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         """Continue from the positions of another number of ranks.
 
         Raises:
             ValueError: The position is within an epoch, and some ranks but not all had no batch
-                left; or the loader saved a state of its own but has no `load_state_dicts`.
+                left, of a loader without a state; or the loader saved a state of its own but has no
+                `load_state_dicts`.
         """
         ended = [rank for rank, state in enumerate(states) if state["has_ended"]]
-        if 0 < len(ended) < len(states):
+        loader_states = [state["loader"] for state in states]
+        if 0 < len(ended) < len(states) and None in loader_states:
             raise ValueError(
                 "All ranks must have batches left to resume within an epoch on another number of "
                 f"ranks; received {len(states)} states, and none left on the ranks {ended}. Resume "
                 f"on {len(states)} ranks."
             )
-        self.load_state_dict({**states[0], "random": None, "loader": None})
-        loader_states = [state["loader"] for state in states]
-        if ended:
+        has_ended = len(ended) == len(states)
+        self.load_state_dict({**states[0], "random": None, "loader": None, "has_ended": has_ended})
+        if has_ended:
             return
         if loader_states[0] is not None:
             load = getattr(self._loader, "load_state_dicts", None)

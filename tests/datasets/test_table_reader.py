@@ -322,27 +322,66 @@ def test_batches_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     assert [samples_of(batch) for batch in alone] == steps[1][1:]
 
 
-def test_another_number_of_ranks_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_each_row_comes_once_on_changing_numbers_of_ranks(tmp_path: Path, seed: int) -> None:
+    """A job that stops at random batches, each time on another number of ranks."""
+    draw = random.Random(seed)
+    wanted = Counter(plain_samples(write_clicks(tmp_path, [(7, 1, 13), (2, 26), (5, 5)])))
+    for _ in range(8):
+        options: dict[str, Any] = {
+            "divide": draw.choice(["row_groups", "row_groups", "batches"]),
+            "shuffle": draw.random() < 0.7,
+            "window_rows": draw.choice([1, 8, 30]),
+            "num_workers": draw.choice([0, 2]),
+        }
+        rows: list[Any] = []
+        states: list[Any] = []
+        for stop in [draw.randrange(5) for _ in range(draw.randrange(1, 5))] + [None]:
+            place = {**options, "world_size": draw.choice([1, 2, 3, 5])}
+            size = draw.choice([1, 3, 4])
+            ranks = [readers.parquet(tmp_path, SPEC, size, rank=rank, **place)
+                     for rank in range(place["world_size"])]  # fmt: skip
+            for reader in ranks:
+                if len(states) == len(ranks):
+                    for state in states:
+                        state["batch_size"] = reader.state_dict()["batch_size"]
+                if states:
+                    reader.load_state_dicts(json.loads(json.dumps(states)))
+                is_divided = place["divide"] == "row_groups" and len(states) not in (0, len(ranks))
+                if reader.epoch == 1:  # this rank has read all, and waits for the others
+                    continue
+                left = reader.num_batches
+                batches = [*itertools.islice(reader, stop)]
+                assert stop is not None or not is_divided or left == len(batches)
+                rows += [row for batch in batches for row in samples_of(batch)]
+            states = [reader.state_dict() for reader in ranks]
+            if all(state["epoch"] == 1 for state in states):
+                break
+        assert Counter(rows) == wanted
+        for reader in ranks:
+            reader.set_epoch(2)
+        assert Counter(row for reader in ranks for b in reader for row in samples_of(b)) == wanted
+
+
+def test_states_of_some_ranks_or_of_several_runs(tmp_path: Path) -> None:
     write_clicks(tmp_path)
 
-    def reader(batch_size: int, world_size: int, divide: Any = "batches") -> TableReader:
-        settings = {"rank": world_size - 1, "world_size": world_size, "divide": divide}
-        return readers.parquet(tmp_path, SPEC, batch_size, **settings)
+    def reader(rank: int, world_size: int, **options: Any) -> TableReader:
+        return readers.parquet(tmp_path, SPEC, 6, rank=rank, world_size=world_size, **options)
 
-    states = [reader(6, 2).state_dict()] * 2
-    text = (
-        r"keep its 12 rows of all ranks together; received 2 ranks then, 1 now, with batch_size=6"
-    )
-    with pytest.raises(ValueError, match=rf"{text}\. Pass batch_size=12\."):
-        reader(6, 1).load_state_dicts(states)
-    with pytest.raises(ValueError, match=r"2 ranks then, 5 now.*on 2\."):
-        reader(6, 5).load_state_dicts(states)
-    with pytest.raises(ValueError, match=r"1 rank then, 3 now, .*12\..*=4\."):
-        reader(12, 3).load_state_dicts([reader(12, 1).state_dict()])
-    reader(4, 3).load_state_dicts(states)
-    whole = [reader(6, 2, "row_groups").state_dict()] * 2
-    with pytest.raises(ValueError, match=r"divide='row_groups' must continue.*2 ranks.*1 now"):
-        reader(6, 1, "row_groups").load_state_dicts(whole)
+    states = [reader(rank, 3).state_dict() for rank in range(3)]
+    reader(0, 2).load_state_dicts(states)
+    later = {**states[0], "epoch": 2}
+    other = {**states[0], "batch_size": 7}
+    for wrong in (
+        states[:1], [states[0], states[1], states[1]], [later, *states[1:]], [other, *states[1:]],
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"all ranks of one run.* received \d states of \[\("):
+            reader(0, 2).load_state_dicts(wrong)
+    with pytest.raises(ValueError, match="the same seed"):
+        reader(0, 2, seed=1).load_state_dicts(states)
+    with pytest.raises(ValueError, match="the same split"):
+        reader(0, 2, divide="batches").load_state_dicts(states)
 
 
 def test_uneven_ranks(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from recsys.kernels.tbe_fbgemm import has_cpu_ops
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from tests.base.test_checksums import flip
+from tests.cmake import built
 from tests.inference.test_export import dlrm, inputs_of, plain_tensors
 
 SOURCE = Path(__file__).parents[2] / "examples" / "cpp"
@@ -53,15 +53,9 @@ def _run(*command: object, cwd: Path | None = None) -> subprocess.CompletedProce
 
 
 @pytest.fixture(scope="module")
-def score(tmp_path_factory: pytest.TempPathFactory) -> Score:
+def score() -> Score:
     """Builds the program once; returns what runs it."""
-    build = tmp_path_factory.mktemp("a build")
-    python = f"-DPython3_EXECUTABLE={sys.executable}"
-    for command in [("cmake", "-S", SOURCE, "-B", build, python), ("cmake", "--build", build)]:
-        done = _run(*command)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "warning" not in done.stdout + done.stderr
-    return partial(_run, build / "score")
+    return partial(_run, built(SOURCE, needs_torch=True) / "score")
 
 
 def _inputs(size: int) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from tests.mutants.choose import choose, shortened
 from tests.mutants.mutate import Fault, draw
 from tests.mutants.trace import prepare, seconds_of_tests, tests_of_lines
-from tests.rest import LIST, is_rest
+from tests.rest import LIST, is_long, is_rest
 from tests.slow import is_slow
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def tier_of(test: str) -> str:
     Args:
         test: Its id.
     """
-    return "slow" if is_slow(test) else "rest" if is_rest(test) else "fast"
+    return "slow" if is_slow(test) or is_long(test) else "rest" if is_rest(test) else "fast"
 
 
 def trace(folder: Path, arguments: Sequence[str]) -> int:
@@ -70,7 +70,7 @@ def trace(folder: Path, arguments: Sequence[str]) -> int:
 
 def write_rest(folder: Path, limit_s: float) -> None:
     """Choose the cases of `make test` and write the list of the others."""
-    seconds = {test: s for test, s in seconds_of_tests(folder).items() if not is_slow(test)}
+    seconds = {test: s for test, s in seconds_of_tests(folder).items() if tier_of(test) != "slow"}
     lines = tests_of_lines(folder)
     kept = choose(
         {

@@ -157,7 +157,7 @@ def test_each_row_comes_once_on_another_number_of_ranks(tmp_path: Path, divide: 
     wanted = Counter(plain_samples(write_clicks(tmp_path, [(7, 1, 13), (2, 6)])))
 
     def job(world_size: int) -> list[ResumableBatches]:
-        size = 12 // world_size if divide == "batches" else 3
+        size = 4 if world_size == 2 else 3  # a step may have another number of rows
         options: dict[str, Any] = {"world_size": world_size, "divide": divide, "shuffle": True}
         return [
             ResumableBatches(
@@ -167,38 +167,32 @@ def test_each_row_comes_once_on_another_number_of_ranks(tmp_path: Path, divide: 
             for rank in range(world_size)
         ]
 
-    counts: Counter[str] = Counter()
+    def continued(states: list[Any], world_size: int) -> list[ResumableBatches]:
+        ranks = job(world_size)
+        for rank, batches in enumerate(ranks):
+            if len(states) == world_size:
+                batches.load_state_dict(states[rank])
+            else:
+                batches.load_state_dicts(states)
+        return ranks
+
+    num_ended = 0
     for before, after, num_ahead in itertools.product((1, 2, 3), (1, 2, 3), (0, 2)):
         whole = job(before)
         assert Counter(steps_together(whole, num_ahead, None)) == wanted
         for stop in range(whole[0].step + 1):
-            first, second = job(before), job(after)
+            first = job(before)
             rows = steps_together(first, num_ahead, stop)
             states = [batches.state_dict() for batches in first]
-            message = ""
-            try:
-                for rank, batches in enumerate(second):
-                    if before == after:
-                        batches.load_state_dict(states[rank])
-                    else:
-                        batches.load_state_dicts(states)
-            except ValueError as error:
-                message = str(error)
-            if message:
-                assert before != after
-                assert divide == "row_groups"
-                counts["has none" if "none left on" in message else "other ranks"] += 1
-                assert f"Resume on {before} ranks" in message or "number of ranks" in message
-                continue
-            if before == after or divide == "batches":  # saved again before a step
-                again = job(after)
-                for batches, loaded in zip(again, second, strict=True):
-                    batches.load_state_dict(loaded.state_dict())
-                second = again
-            assert Counter(rows + steps_together(second, num_ahead, None)) == wanted
+            num_ended += 0 < sum(state["has_ended"] for state in states) < before
+            second = continued(states, after)
+            third = continued([batches.state_dict() for batches in second], 4 - after)
+            rows_of_second = steps_together(second, num_ahead, None)
+            assert Counter(rows + rows_of_second) == wanted
+            rows += steps_together(third, num_ahead, stop + 1)
+            fourth = continued([batches.state_dict() for batches in third], before)
+            assert Counter(rows + steps_together(fourth, num_ahead, None)) == wanted
             for batches in second:
                 batches.end_epoch()
             assert Counter(steps_together(second, num_ahead, None)) == wanted
-            counts["once"] += 1
-    assert counts["once"] > 30
-    assert (counts["has none"] > 5) == (counts["other ranks"] > 5) == (divide == "row_groups")
+    assert (num_ended > 5) == (divide == "row_groups")

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.cmake import built
+
 SOURCE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def build() -> Callable[[str], Path]:
     """Builds a target of CMakeLists.txt in this folder."""
-    folder = tmp_path_factory.mktemp("core")
-    configured = ["cmake", "-S", str(SOURCE), "-B", str(folder)]
-    subprocess.run(configured, check=True, capture_output=True, timeout=60)
-
-    def built(target: str) -> Path:
-        command = ["cmake", "--build", str(folder), "--parallel", "2", "--target", target]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return folder / target
-
-    return built
+    return lambda target: built(SOURCE, target) / target
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from recsys.modules.dlrm import DLRM
 from recsys.modules.embedding_configs import EmbeddingBagConfig
 from recsys.modules.embedding_modules import EmbeddingBagCollection
 from recsys.sparse import KeyedJaggedTensor
+from tests.cmake import built
 from tests.inference.cpp.test_core import MISSING
 from tests.inference.packages.model_cases import TOGETHER, arguments_of, request_of, together
 from tests.inference.packages.test_recommenders import NUMBERS, TEXTS, build, histories_of
@@ -35,17 +36,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library() -> Path:
     """Build the core."""
-    build = tmp_path_factory.mktemp("build")
-    python = f"-DPython3_EXECUTABLE={sys.executable}"
-    for command in (
-        ["cmake", "-S", str(SOURCE), "-B", str(build), python],
-        ["cmake", "--build", str(build), "--parallel", "2", "--target", "recsys_predictor"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return build / "librecsys_predictor.so"
+    return built(SOURCE, "recsys_predictor", needs_torch=True) / "librecsys_predictor.so"
 
 
 @pytest.mark.slow
