@@ -12,7 +12,10 @@ import recsys
 _PACKAGES = "recsys.inference.packages.command"
 
 _COMMANDS: Mapping[str, tuple[str, str]] = {
-    "doctor": ("recsys.doctor", "check the installed versions, and suggest repairs"),
+    "doctor": (
+        "recsys.doctor",
+        "check the installation and this machine, and suggest repairs",
+    ),
     "calibrate": (
         "recsys.calibrate",
         "measure lookups, exchanges and updates on this machine, for the planner",

@@ -18,11 +18,13 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias, final
+from typing import final
 
 import torch
 
 import recsys
+from recsys.base.findings import Finding
+from recsys.host import collect_host, diagnose_host
 from recsys.kernels.types import (
     EmbOptimType,
     LookupSettings,
@@ -35,6 +37,7 @@ __all__ = [
     "Facts",
     "Finding",
     "Kernels",
+    "add_arguments",
     "collect_facts",
     "diagnose",
     "format_report",
@@ -50,19 +53,6 @@ PAIRS: Mapping[str, str] = {"2.11": "1.6", "2.12": "1.7", "2.13": "1.8", "2.14":
 
 VARIANTS = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-genai")
 """Distributions that install the package `fbgemm_gpu` and overwrite each other."""
-
-Level: TypeAlias = Literal["ok", "note", "problem"]
-
-
-@final
-class Finding(NamedTuple):
-    """Result of a check."""
-
-    level: Level
-    """`problem` if something is broken or will break; `note` if it only costs speed."""
-    text: str
-    fix: str | None = None
-    """Command that fixes the problem, if there is one."""
 
 
 @final
@@ -419,16 +409,29 @@ def format_report(facts: Facts, findings: Sequence[Finding]) -> str:
         *(f"gpu {i}    {gpu}" for i, gpu in enumerate(facts.gpus)),
         "",
     ]
-    for finding in findings:
-        lines.append(f"{finding.level:<8} {finding.text}")
-        if finding.fix is not None:
-            lines.append(f"{'':<8} {finding.fix}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *map(str, findings)])
 
 
-def main(_: argparse.Namespace | None = None) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument(
+        "--host",
+        nargs="?",
+        const="",
+        metavar="HOST:PORT",
+        help="also check names, addresses, shared memory, open files and clock of this machine for "
+        "a job of several machines, and connect to its rendezvous, if it is named",
+    )
+
+
+def main(options: argparse.Namespace | None = None) -> int:
     """Print the report; return 1 if there is a problem, else 0."""
     facts = collect_facts()
     findings = diagnose(facts)
     print(format_report(facts, findings))
+    rendezvous = getattr(options, "host", None)
+    if rendezvous is not None:
+        of_host = diagnose_host(collect_host(rendezvous))
+        print("", *of_host, sep="\n")
+        findings = [*findings, *of_host]
     return int(any(finding.level == "problem" for finding in findings))

@@ -101,6 +101,7 @@ TESTED_THROUGH = {
     "distributed/sharded/table_options.py": "distributed/sharded/test_collection.py",
     "distributed/sharded/devices.py": "distributed/ranks/test_build_transaction.py",
     "distributed/state/moves.py": "distributed/sharded/test_reshard.py",
+    "base/findings.py": "test_doctor.py",
     "base/contact.py": "distributed/ranks/test_comm.py",
     "base/lazy.py": "test_public_surface.py",
     "optim/table_gradients.py": "optim/test_clipping.py",
