@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import csv
 
-from recsys.base.arguments import whole
+from recsys.base.arguments import path_of, whole
 from recsys.datasets.ahead import map_ahead
 from recsys.datasets.files import File
 from recsys.datasets.partitions import file_name
@@ -150,7 +150,7 @@ def prepare(
         [[3]]
     """
     group, most = whole("row_group_rows", row_group_rows), whole("file_rows", file_rows)
-    folder = Path(output)
+    folder = path_of("prepare.output", output)
     if folder.exists() and any(folder.iterdir()):
         stopped = f" of a stopped job in {_PART}. Delete it" if (folder / _PART).exists() else ""
         raise FileExistsError(f"output must be a new or empty folder; {folder} has files{stopped}.")

@@ -47,6 +47,7 @@ BROAD = {
     "inference/cpp/test_library.py",
     "inference/cpp/test_rules.py",
     "training/test_other_ranks.py",
+    "test_addresses.py",
     "test_bad_input.py",
     "test_benchmarks.py",
     "test_docstrings.py",

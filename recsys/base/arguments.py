@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from operator import index
@@ -13,6 +14,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import fx
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # also of a Path, which joins the slashes
 
 _Choice = TypeVar("_Choice", bound=enum.Enum)
 
@@ -283,7 +286,7 @@ def _listed(value: object) -> list[Any] | None:
 
 
 def path_of(subject: str, value: object) -> Path:
-    """Return a path, given as text or as any `os.PathLike`.
+    """Return a local path, given as text or as any `os.PathLike`.
 
     Args:
         subject: Name of the value in errors.
@@ -291,7 +294,7 @@ def path_of(subject: str, value: object) -> Path:
 
     Raises:
         TypeError: It is not a path.
-        ValueError: It is empty.
+        ValueError: It is empty, or the address of another storage.
 
     Example:
         >>> path_of("path", "runs/film").name
@@ -299,8 +302,14 @@ def path_of(subject: str, value: object) -> Path:
     """
     if not isinstance(value, str | os.PathLike):
         wrong_type(subject, "a path, as text or pathlib.Path", value)
-    if not str(value):
+    text = os.fsdecode(value)
+    if not text:
         raise ValueError(f"{subject} must not be empty; received {value!r}.")
+    if _ADDRESS.match(text):
+        raise ValueError(
+            f"{subject} must be a local path; received the address {text!r}. Use a local or "
+            "mounted folder, and copy its files by fsspec or by the command of the storage."
+        )
     return Path(value)
 
 

@@ -6,6 +6,7 @@ import collections.abc
 import enum
 import functools
 import inspect
+import os
 import pathlib
 import re
 import sys
@@ -334,6 +335,8 @@ def _rule_of_union(parts: Sequence[Any]) -> _Rule | None:
             return None
         if len(known) == 1:
             return known[0].check(subject, value)
+        if pathlib.Path in parts and isinstance(value, str | os.PathLike):
+            return _check_path(subject, value)
         for rule in known:
             try:
                 return rule.check(subject, value)

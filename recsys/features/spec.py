@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.base.arguments import MissingKeyError, shown, whole, wrong_type
+from recsys.base.arguments import MissingKeyError, path_of, shown, whole, wrong_type
 from recsys.datasets.memory import table_of
 from recsys.datasets.sources import parts_of
 from recsys.datasets.utils import Batch
@@ -287,9 +287,10 @@ class FeatureSpec:
 
         Raises:
             FileExistsError: The folder has other files.
+            ValueError: `folder` is an address, such as `s3://bucket/spec`.
             RuntimeError: The spec is not fitted.
         """
-        save.save_folder(Path(folder), self.columns, self.fitted)
+        save.save_folder(path_of("FeatureSpec.save.folder", folder), self.columns, self.fitted)
 
     @staticmethod
     def load(folder: str | Path) -> FeatureSpec:
@@ -302,7 +303,7 @@ class FeatureSpec:
             FileNotFoundError: The folder has no spec.
             ValueError: A file is damaged, or of another version.
         """
-        columns, fitted = save.load_folder(Path(folder))
+        columns, fitted = save.load_folder(path_of("FeatureSpec.load.folder", folder))
         spec = FeatureSpec(columns)
         spec.fitted = fitted
         return spec

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from recsys.base.arguments import whole
+from recsys.base.arguments import path_of, whole
 from recsys.base.checked import checked
 from recsys.base.checksums import new_file, verify_if_present
 from recsys.modules.item_index import check_item_ids, check_seen, select_items
@@ -121,6 +121,7 @@ class FaissIndex:
         Args:
             folder: Created if missing. The files of an earlier save are replaced.
         """
+        folder = path_of("FaissIndex.save.folder", folder)
         Path(folder, "ids.pt").unlink(missing_ok=True)  # never beside the items of another save
         with new_file(Path(folder, "items.faiss")) as path:
             _faiss().write_index(self._index, str(path))
@@ -138,6 +139,7 @@ class FaissIndex:
             FileNotFoundError: A file is missing, such as after a save that was interrupted.
             ValueError: A file is damaged.
         """
+        folder = path_of("FaissIndex.load.folder", folder)
         for name in ("items.faiss", "ids.pt"):
             if not Path(folder, name).is_file():
                 raise FileNotFoundError(

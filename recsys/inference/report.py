@@ -10,6 +10,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from recsys.base.arguments import path_of
 from recsys.base.checked import checked_but
 from recsys.inference.quant.collection import QuantizedCollection
 from recsys.inference.quant.options import rows_left
@@ -101,7 +102,9 @@ def quantization_report(
         (25600, 8000)
     """
     entries = []
-    saved = None if isinstance(trained, nn.Module) else SavedTables(trained)
+    saved = None
+    if not isinstance(trained, nn.Module):
+        saved = SavedTables(path_of("quantization_report.trained", trained))
     for path, collection in quantized.named_modules():
         if not isinstance(collection, QuantizedCollection):
             continue

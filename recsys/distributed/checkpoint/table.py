@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recsys.base.arguments import wrong_type
+from recsys.base.arguments import path_of, wrong_type
 from recsys.base.checked import checked_but
 from recsys.distributed.checkpoint.errors import on_every_rank
 from recsys.distributed.checkpoint.read import is_named
@@ -68,12 +68,14 @@ def load_table(
         wrong_type("load_table.model", "an nn.Module", model)
     if not isinstance(table, str):
         wrong_type("load_table.table", "the name of a table", table)
+    if isinstance(values, str | Path):
+        values = path_of("load_table.values", values)
 
     def work() -> dict[int, int]:
         name, weight = _find_table(model, table)
         source: Any = values
-        if isinstance(values, str | Path):
-            source = np.load(regular_file(Path(values)), mmap_mode="r")
+        if isinstance(values, Path):
+            source = np.load(regular_file(values), mmap_mode="r")
         shape: tuple[int, ...]
         shape = weight.table.shape if isinstance(weight, TableShards) else tuple(weight.shape)
         hashed = hashed_parts(model, weight)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recsys.base.arguments import path_of
 from recsys.distributed.placement.plan import format_table
 from recsys.distributed.placement.plan_json import ShardingPlan
 from recsys.distributed.planner.formatting import ms, size_of
@@ -65,7 +66,7 @@ class RatedPlan(ShardingPlan):
         """
         page = report_html(self._explained(seconds))
         if path is not None:
-            Path(path).write_text(page, encoding="utf-8")
+            path_of("RatedPlan.report_html.path", path).write_text(page, encoding="utf-8")
         return page
 
     def _explained(self, seconds: float) -> Explanation:

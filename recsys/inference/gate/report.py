@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple, final
 
+from recsys.base.arguments import path_of
 from recsys.inference.gate.segments import Numbers
 
 __all__ = ["GateReport", "Rule", "Segment"]
@@ -121,7 +122,7 @@ class GateReport:
             f"<p>Compared with {escape(self.served)}.</p><table><tr><th>Result<th>Rule<th>Of"
             f"<th>Measured<th>Value<th>Limit</tr>{rows}</table>{plots}</html>"
         )
-        Path(path).write_text(page)
+        path_of("GateReport.write_html.path", path).write_text(page)
 
 
 def _bars(rows: Sequence[tuple[str, float, float | None]]) -> str:

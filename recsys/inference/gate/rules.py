@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 
-from recsys.base.arguments import finite, whole
+from recsys.base.arguments import finite, path_of, whole
 from recsys.base.checked import check_fields
 from recsys.inference.gate.recorded import read_recorded, several_versions
 from recsys.inference.gate.report import GateReport, Rule, Segment
@@ -121,8 +121,8 @@ class Gate:
         """
         if not data:
             raise ValueError("Gate.compare.data must have a data set or more; received none.")
-        new = Path(new)
-        served = None if served is None else Path(served)
+        new = path_of("Gate.compare.new", new)
+        served = None if served is None else path_of("Gate.compare.served", served)
         rules = [] if served is None else [*self._package_rules(new, served)]
         segments: list[Segment] = []
         seconds: tuple[list[float], list[float]] = ([], [])

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recsys.base.arguments import names, wrong_type
+from recsys.base.arguments import names, path_of, wrong_type
 from recsys.datasets.files import File
 from recsys.datasets.sources import read_parts
 from recsys.datasets.tables import Paths, files_of, unify_types
@@ -106,7 +106,7 @@ def join_labels(
     if not isinstance(key, str):
         wrong_type("join_labels.key", "the name of a column", key)
     added = list(names("join_labels.columns", columns))
-    output = Path(output)
+    output = path_of("join_labels.output", output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"join_labels.output must be a new or empty folder; {output} is not.")
     record_files = unify_types(files_of(record), [_KEY], {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
-from recsys.base.arguments import finite, whole
+from recsys.base.arguments import finite, path_of, whole
 from recsys.base.checked import check_fields
 
 __all__ = ["RecordCounts", "Recording"]
@@ -54,8 +54,7 @@ class Recording:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.folder:
-            raise ValueError("Recording.folder must be a folder; received ''. Give its path.")
+        path_of("Recording.folder", self.folder)
         if not 0 < finite("Recording.sample", self.sample) <= 1:
             raise ValueError(
                 f"Recording.sample must be above 0 and at most 1; received {self.sample}."
