@@ -21,6 +21,7 @@ from recsys.inference.gate.report import GateReport
 from recsys.inference.gate.rules import Gate
 from recsys.inference.records import Recording, join_labels
 from recsys.inference.report import quantization_report
+from recsys.modules.hashed_ids import LRU, HashedIds
 from recsys.prepare import prepare
 from recsys.training import Trainer
 from recsys.training.ending import exit_on_error
@@ -31,7 +32,7 @@ ADDRESS = "s3://bucket/run"
 NAMES_ONLY = {"AOTIProgram.__init__.path"}
 """Arguments with a path that is only printed."""
 PRIVATE = ("recsys.base.", "recsys.compat", "recsys.modules.ids.", "recsys.inference.quant.")
-"""Modules whose functions receive paths that others have checked; and those of TorchRec's names."""
+"""Modules whose functions receive paths that others have checked; and modules of TorchRec's names."""
 
 
 class Argument(NamedTuple):
@@ -95,6 +96,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     ),
     "join_labels.output": lambda path: join_labels("r", "l", path, key="k", columns=["c"]),
     "prepare.output": lambda path: prepare(SPEC, "clicks.csv", path),
+    "HashedIds.overflow": lambda path: HashedIds(eviction=LRU(), overflow=str(path)),
     "Recording.folder": lambda path: Recording(folder=str(path)),
 }
 """Calls of functions that check other arguments first, or as part of their work."""

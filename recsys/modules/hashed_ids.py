@@ -11,7 +11,7 @@ from typing import Literal, final
 
 from torch import nn
 
-from recsys.base.arguments import finite, whole
+from recsys.base.arguments import finite, path_of, whole
 from recsys.base.checked import check_fields
 from recsys.kernels.hashed.index import MAX_REGIONS, IndexSettings
 
@@ -168,8 +168,7 @@ class HashedIds:
             self._check_overflow()
 
     def _check_overflow(self) -> None:
-        if not self.overflow:
-            raise ValueError("HashedIds.overflow must be a folder; received ''. Give its path.")
+        path_of("HashedIds.overflow", self.overflow)
         for name, is_good, rule in (
             ("eviction", self.eviction is not None, "an eviction, whose rows go to the folder"),
             ("ttl", self.ttl is None, "no ttl: rows in the folder do not expire"),
