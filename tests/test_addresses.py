@@ -32,7 +32,7 @@ ADDRESS = "s3://bucket/run"
 NAMES_ONLY = {"AOTIProgram.__init__.path"}
 """Arguments with a path that is only printed."""
 PRIVATE = ("recsys.base.", "recsys.compat", "recsys.modules.ids.", "recsys.inference.quant.")
-"""Modules whose functions receive paths that others have checked; and modules of TorchRec's names."""
+"""Modules whose functions receive checked paths, and modules of TorchRec's names."""
 
 
 class Argument(NamedTuple):
