@@ -205,7 +205,7 @@ class TableReader(IterableDataset[Batch]):
         """Number of batches of the epoch `epoch` on this rank.
 
         None if it is unknown before they are read: with a filter, a split or text files. It is
-        known for recorded parts.
+        known for recorded parts. Of an epoch whose windows were divided anew: batches of the rest.
         """
         chosen = self.selection
         has_estimates = any(isinstance(source, TextSource) for source in chosen.sources)
@@ -384,12 +384,11 @@ class TableReader(IterableDataset[Batch]):
     def _windows(self, epoch: int) -> list[WindowUnits]:
         """Return the windows of this rank."""
         if (unread := self._unread.get(epoch)) is not None:
-            of = {
-                place: self._windows_of(epoch, *place) for place in {(w[1], w[0]) for w in unread}
-            }
+            shares = {(window.share, window.shares) for window in unread}
+            windows_by_share = {share: self._windows_of(epoch, *share) for share in shares}
             return [
-                WindowUnits(of[share, shares][number], number, row)
-                for shares, share, number, row in unread
+                WindowUnits(windows_by_share[share, count][number], number, row)
+                for count, share, number, row in unread
             ]
         windows = self._windows_of(epoch, *self._share())
         return [WindowUnits(units, number, 0) for number, units in enumerate(windows)]

@@ -243,7 +243,7 @@ def test_wrong_settings_are_errors(versions: tuple[Path, Path], tmp_path: Path) 
         ({"file_rows": 0}, "file_rows"),
         ({"file_seconds": -1.0}, "file_seconds must be positive"),
         ({"max_waiting_rows": 0}, "max_waiting_rows"),
-        ({"folder": ""}, "must be a folder"),
+        ({"folder": ""}, "must not be empty"),
     ):
         with pytest.raises(ValueError, match=match):
             Recording(**{"folder": "r", **settings})  # type: ignore[arg-type]

@@ -238,7 +238,7 @@ def test_the_state_of_other_modules_keeps_the_log(tmp_path: Path) -> None:
         ({"eviction": None}, "must have an eviction, .*eviction=None"),
         ({"ttl": 5}, "must have no ttl: .*ttl=5"),
         ({"admission": AtLeast(2)}, "must have no admission: .*admission=AtLeast"),
-        ({"overflow": ""}, r"HashedIds\.overflow must be .*folder; received ''"),
+        ({"overflow": ""}, r"HashedIds\.overflow must not be empty; received ''"),
     ],
 )
 def test_rules_that_do_not_fit_are_named(rules: dict[str, Any], message: str) -> None:
