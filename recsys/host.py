@@ -1,4 +1,4 @@
-"""`recsys doctor --host`: checks that this machine can be one of several of a job.
+"""`recsys doctor --host`: checks whether this machine can be part of a job of several machines.
 
 `collect_host` inspects the machine. `diagnose_host` only reads these facts, so tests can run it
 with facts of any machine.
@@ -44,9 +44,9 @@ class HostFacts:
     interfaces: Mapping[str, Sequence[str]] = field(
         default_factory=lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.2"]}
     )
-    """Addresses of each network interface that has one, without addresses of a link alone."""
+    """Addresses of each network interface, without link-local addresses of IPv6."""
     chosen: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that choose interfaces, if they are set."""
+    """Names of interfaces, by the environment variable that chooses them."""
     shared_bytes: int | None = 64 << 30
     """Free bytes of /dev/shm; None if there is none."""
     open_files: int | None = 1 << 16
@@ -56,7 +56,7 @@ class HostFacts:
     rendezvous: str = ""
     """Address `HOST:PORT` of the rendezvous; empty if it was not named."""
     rendezvous_error: str | None = None
-    """Reason that the rendezvous cannot be reached; None if it can, or is not named."""
+    """Error of the connection to the rendezvous; None without an error or a rendezvous."""
 
 
 def diagnose_host(facts: HostFacts) -> list[Finding]:
@@ -87,11 +87,13 @@ def _judge_addresses(facts: HostFacts) -> Iterator[Finding]:
     interfaces = facts.interfaces.items()
     outside = {name: all_of for name, all_of in interfaces if not all(map(_is_loopback, all_of))}
     if not outside:
-        yield Finding("problem", "No network interface has an address other machines can reach.")
+        yield Finding(
+            "problem", "No network interface has an address that other machines can reach."
+        )
         return
     known = ", ".join(f"{name} {' '.join(all_of)}" for name, all_of in outside.items())
     for setting, names in facts.chosen.items():
-        # NCCL takes several, prefixes, and = and ^ for exact and excluded names
+        # NCCL_SOCKET_IFNAME may contain prefixes, and "^" before names to exclude: not checked
         is_exact = setting.startswith("GLOO")
         missing = [name for name in names.split(",") if name not in outside] if is_exact else []
         if missing:
@@ -225,12 +227,12 @@ def _addresses_of(name: str) -> tuple[str, ...]:
 
 
 def _interfaces() -> dict[str, list[str]]:
-    """Return the addresses of each interface, of IPv4 and of IPv6."""
+    """Return the IPv4 and IPv6 addresses of each interface."""
     addresses: dict[str, list[str]] = defaultdict(list)
     with suppress(OSError), open("/proc/net/if_inet6") as lines:
         for line in lines:
             digits, _, _, scope, _, name = line.split()
-            if scope != "20":  # addresses of a link alone
+            if scope != "20":  # not link-local
                 addresses[name].append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     if sys.platform == "linux":
         import fcntl

@@ -1,6 +1,6 @@
-"""Windows of an epoch: some consecutive row groups each, of a share of all row groups.
+"""Windows of an epoch: each contains consecutive row groups of one rank or DataLoader worker.
 
-A job that continues on another number of ranks divides the windows that are left of the epoch.
+If a job continues on another number of ranks, the new ranks divide its unread windows.
 """
 
 from __future__ import annotations
@@ -10,20 +10,25 @@ from typing import Any, NamedTuple
 
 from recsys.datasets.sources import Unit
 
-POSITION = ("epoch", "window", "row")
-"""Names in a state of the place at which the next batch begins."""
+
+class Position(NamedTuple):
+    """The place at which the next batch begins."""
+
+    epoch: int
+    window: int
+    row: int
 
 
 class UnreadWindow(NamedTuple):
-    """A window that a run on another number of ranks has left, as a whole or in part."""
+    """A window that a run on another number of ranks did not read, or only in part."""
 
-    shares: int
-    """Number of shares of the row groups then."""
+    num_shares: int
+    """Number of shares into which this run divided the row groups."""
     share: int
     number: int
     """Number of the window in its share."""
     row: int
-    """Number of its rows that were read."""
+    """First row that was not read."""
 
 
 class WindowUnits(NamedTuple):
@@ -31,17 +36,17 @@ class WindowUnits(NamedTuple):
 
     units: list[Unit]
     number: int
-    """Number of the window in its share, on which the order of its rows depends."""
+    """Number of the window in its share; it seeds the shuffle of its rows."""
     row: int
-    """Row to begin at."""
+    """First row to read."""
 
 
 def windows_of(units: Sequence[Unit], window_rows: int) -> list[list[Unit]]:
-    """Join row groups to windows.
+    """Join consecutive row groups to windows.
 
     Args:
         units: The row groups of a share, in the order of the epoch.
-        window_rows: Rows of a window, at least.
+        window_rows: Least number of rows of a window.
     """
     windows: list[list[Unit]] = []
     rows = window_rows
@@ -57,20 +62,21 @@ def windows_of(units: Sequence[Unit], window_rows: int) -> list[list[Unit]]:
 def unread_windows(
     states: Sequence[Mapping[str, Any]], count: Callable[[int, int], int]
 ) -> list[UnreadWindow] | None:
-    """Return the windows that a run has left of its epoch; None if no rank has begun it.
+    """Return the unread windows of an epoch; None if no rank has begun the epoch.
 
     Args:
-        states: The state of a reader of each rank. Ranks that have read all of their windows are in
-            the next epoch.
-        count: Function of a share and the number of shares: its number of windows.
+        states: The reader state of each rank. A rank that has read all of its windows is in the
+            next epoch.
+        count: Function that returns the number of windows of a share. Its arguments are the share
+            and the number of shares.
 
     Raises:
-        ValueError: They are not the states of all ranks of a run.
+        ValueError: `states` does not contain the states of all ranks of one run.
     """
-    places = {*POSITION, "rank", "unread"}
+    places = {*Position._fields, "rank", "unread"}
     runs = [{name: state[name] for name in {*state} - places} for state in states]
     epoch = min(state["epoch"] for state in states)
-    at_next = [[*map(state.get, POSITION)] for state in states if state["epoch"] != epoch]
+    at_next = [[*map(state.get, Position._fields)] for state in states if state["epoch"] != epoch]
     if (
         any(run != runs[0] for run in runs)
         or sorted(state["rank"] for state in states) != [*range(states[0]["world_size"])]
@@ -88,11 +94,11 @@ def unread_windows(
     for state in states:
         if state["epoch"] != epoch:
             continue
-        share, shares = state["rank"], state["world_size"]
+        share, num_shares = state["rank"], state["world_size"]
         windows = [UnreadWindow(*window) for window in state.get("unread", ())]
         if "unread" not in state:
-            numbers = range(count(share, shares))
-            windows = [UnreadWindow(shares, share, number, 0) for number in numbers]
+            numbers = range(count(share, num_shares))
+            windows = [UnreadWindow(num_shares, share, number, 0) for number in numbers]
         windows = windows[state["window"] :]
         unread += [window._replace(row=state["row"]) for window in windows[:1]] + windows[1:]
     return sorted(unread, key=lambda window: (window.number, window.share))

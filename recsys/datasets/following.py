@@ -175,7 +175,7 @@ class Follower:
         self._load(state, lambda reader: reader.load_state_dict(state["reader"]))
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the states of all ranks of a run, on any number of ranks.
+        """Continue a run on any number of ranks.
 
         Args:
             states: Result of `state_dict` of each rank.

@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from recsys.base.arguments import MissingKeyError, flag, shown, whole
 from recsys.datasets.ahead import map_ahead
 from recsys.datasets.epoch_windows import (
+    Position,
     UnreadWindow,
     WindowUnits,
     unread_windows,
@@ -61,14 +62,6 @@ class _Window(NamedTuple):
     first: int
     """Row of the window at which `batches` begin."""
     num_rows: int
-
-
-class _Position(NamedTuple):
-    """The place at which the next batch begins."""
-
-    epoch: int
-    window: int
-    row: int
 
 
 @final
@@ -183,10 +176,10 @@ class TableReader(IterableDataset[Batch]):
         )
         self._tables = tables
         self._find_units()
-        self._trail: deque[_Position] = deque(maxlen=_MOST_PENDING + 1)
+        self._trail: deque[Position] = deque(maxlen=_MOST_PENDING + 1)
         self._resumes = False
-        self._unread: dict[int, list[UnreadWindow]] = {}  # windows of an epoch, if others began it
-        self._move(_Position(0, 0, 0))
+        self._unread: dict[int, list[UnreadWindow]] = {}  # by epoch, if others began it
+        self._move(Position(0, 0, 0))
 
     def _find_units(self) -> None:
         """Find the units of the sources, and their checksums."""
@@ -205,7 +198,8 @@ class TableReader(IterableDataset[Batch]):
         """Number of batches of the epoch `epoch` on this rank.
 
         None if it is unknown before they are read: with a filter, a split or text files. It is
-        known for recorded parts. Of an epoch whose windows were divided anew: batches of the rest.
+        known for recorded parts. If another number of ranks began an epoch of row groups, only the
+        remaining batches count.
         """
         chosen = self.selection
         has_estimates = any(isinstance(source, TextSource) for source in chosen.sources)
@@ -227,7 +221,7 @@ class TableReader(IterableDataset[Batch]):
             ValueError: `epoch` is negative.
         """
         self.epoch = whole("epoch", epoch, 0)
-        self._move(_Position(self.epoch, 0, 0))
+        self._move(Position(self.epoch, 0, 0))
         self._resumes, self._unread = False, {}
 
     def state_dict(self, pending: int = 0) -> dict[str, Any]:
@@ -240,9 +234,10 @@ class TableReader(IterableDataset[Batch]):
 
         Returns:
             Integers, and `checksums`, a list with an integer for each file; of tables of Delta Lake
-            and Iceberg also `versions`, a list with an integer for each table. In an epoch that
-            another number of ranks began, also `unread`: for each window of this rank the number of
-            shares of the row groups, the share, the window's number in it, and its first row.
+            and Iceberg also `versions`, a list with an integer for each table. If another number of
+            ranks began the epoch, also `unread`, a list with four integers for each window of this
+            rank: the number of shares of that run, the share, the window's number in it, and the
+            first unread row.
 
         Raises:
             ValueError: `pending` is out of its range.
@@ -283,7 +278,7 @@ class TableReader(IterableDataset[Batch]):
             self._find_units()
         settings = self._settings()
         optional = {"checksums", "versions", "unread"}  # older states have no checksums
-        keys = {*settings, *_Position._fields, *optional}
+        keys = {*settings, *Position._fields, *optional}
         if {*state} | optional != keys:
             raise MissingKeyError(
                 f"state must have the keys {sorted(keys)}; it has {sorted(state)}."
@@ -296,23 +291,23 @@ class TableReader(IterableDataset[Batch]):
                     f"{name}={state[name]} in the state and {value} in this reader. Build the "
                     "reader as for the saved run, or begin an epoch with set_epoch."
                 )
-        position = _Position(*(int(state[name]) for name in _Position._fields))
+        position = Position(*(int(state[name]) for name in Position._fields))
         windows = [UnreadWindow(*map(int, window)) for window in state.get("unread", ())]
         self._unread = {position.epoch: windows} if "unread" in state else {}
         self._move(position)
         self._resumes = True
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the states of all ranks of a run, on any number of ranks.
+        """Continue a run on any number of ranks.
 
-        On another number, `batch_size` may be another one too. With `divide="row_groups"` the
-        windows that are left of the epoch are divided among the ranks.
+        If this number differs, `batch_size` may differ too. With `divide="row_groups"` the ranks
+        then divide the unread windows of the epoch.
 
         Args:
             states: Result of `state_dict` of each rank.
 
         Raises:
-            ValueError: Files or settings differ, or these are not states of all ranks of a run.
+            ValueError: Files or settings differ, or `states` lacks the state of a rank.
         """
         if len(states) == self.world_size:
             self.load_state_dict(states[self.rank])
@@ -320,15 +315,20 @@ class TableReader(IterableDataset[Batch]):
             self._load_other_ranks(states)
 
     def _load_other_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the states of another number of ranks."""
+        """Continue a run of another number of ranks."""
         own = self._settings()
         first = min(states, key=lambda state: state.get("epoch", 0))
         place = {name: own[name] for name in ("batch_size", "rank", "world_size")}
         self.load_state_dict({**first, **place})
         if first["world_size"] == own["world_size"] == 1:  # each rank reads all row groups
             return
-        position = _Position(self._next.epoch, 0, 0)
-        unread = unread_windows(states, lambda *s: len(self._windows_of(position.epoch, *s)))
+        position = Position(self._next.epoch, 0, 0)
+        units = self._ordered_units(position.epoch)
+
+        def count(share: int, num_shares: int) -> int:
+            return len(windows_of(units[share::num_shares], self.window_rows))
+
+        unread = unread_windows(states, count)
         self._unread = {}
         if unread is not None:
             mine = unread[own["rank"] :: own["world_size"]]
@@ -338,12 +338,12 @@ class TableReader(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         if not self._resumes:
-            self._move(_Position(self.epoch, 0, 0))
+            self._move(Position(self.epoch, 0, 0))
             self._unread = {}
         self._resumes = False
         return self._batches(self._next)
 
-    def _move(self, position: _Position) -> None:
+    def _move(self, position: Position) -> None:
         self.epoch, self._next = position.epoch, position
         self._trail.clear()
         self._trail.append(position)
@@ -383,24 +383,29 @@ class TableReader(IterableDataset[Batch]):
 
     def _windows(self, epoch: int) -> list[WindowUnits]:
         """Return the windows of this rank."""
+        units = self._ordered_units(epoch)
         if (unread := self._unread.get(epoch)) is not None:
-            shares = {(window.share, window.shares) for window in unread}
-            windows_by_share = {share: self._windows_of(epoch, *share) for share in shares}
+            shares = {(window.share, window.num_shares) for window in unread}
+            windows_by_share = {
+                (share, count): windows_of(units[share::count], self.window_rows)
+                for share, count in shares
+            }
             return [
                 WindowUnits(windows_by_share[share, count][number], number, row)
                 for count, share, number, row in unread
             ]
-        windows = self._windows_of(epoch, *self._share())
-        return [WindowUnits(units, number, 0) for number, units in enumerate(windows)]
+        share, count = self._share()
+        windows = windows_of(units[share::count], self.window_rows)
+        return [WindowUnits(window, number, 0) for number, window in enumerate(windows)]
 
-    def _windows_of(self, epoch: int, share: int, count: int) -> list[list[Unit]]:
-        """Return the units of each window of a share of the row groups."""
+    def _ordered_units(self, epoch: int) -> list[Unit]:
+        """Return all row groups in the order of an epoch."""
         order = list(range(len(self._units)))
         if self.shuffle:
             order = np.random.default_rng([self.seed, epoch]).permutation(order).tolist()
-        return windows_of([self._units[i] for i in order[share::count]], self.window_rows)
+        return [self._units[i] for i in order]
 
-    def _batches(self, start: _Position) -> Iterator[Batch]:
+    def _batches(self, start: Position) -> Iterator[Batch]:
         carried: list[Batch] = []
         windows = self._windows(start.epoch)
         loader = _Loader(self, start, windows)
@@ -409,23 +414,23 @@ class TableReader(IterableDataset[Batch]):
             for number, window in enumerate(loaded, start.window):
                 carried += window.head
                 if sum(len(part.labels) for part in carried) == self._step_rows():
-                    at = _Position(start.epoch, number, window.first)
+                    at = Position(start.epoch, number, window.first)
                     yield self._taken(carried, at)
                     carried = []
                 row = window.first
                 for batch in window.batches:
                     row += self._step_rows()
-                    yield self._passed(batch, _Position(start.epoch, number, row))
+                    yield self._passed(batch, Position(start.epoch, number, row))
                 carried += window.tail
         finally:
             loaded.close()
-        end = _Position(start.epoch, len(windows), 0)
+        end = Position(start.epoch, len(windows), 0)
         if carried and not self.drop_last:
             yield self._taken(carried, end)
-        self._next = self._trail[-1] = _Position(start.epoch + 1, 0, 0)
+        self._next = self._trail[-1] = Position(start.epoch + 1, 0, 0)
         self.epoch = self._next.epoch
 
-    def _taken(self, parts: list[Batch], after: _Position) -> Batch:
+    def _taken(self, parts: list[Batch], after: Position) -> Batch:
         """Return this rank's rows of a batch in parts."""
         batch = join_rows(parts)
         if self.divide == "batches":
@@ -434,7 +439,7 @@ class TableReader(IterableDataset[Batch]):
             batch = split_rows(batch, [0, mine.start, mine.stop, count])[1]
         return self._passed(batch.pin_memory() if self.pin_memory else batch, after)
 
-    def _passed(self, batch: Batch, after: _Position) -> Batch:
+    def _passed(self, batch: Batch, after: Position) -> Batch:
         self._next = after
         self._trail.append(after)
         return batch
@@ -444,7 +449,7 @@ class TableReader(IterableDataset[Batch]):
 class _Loader:
     """Reads and transforms the windows of an epoch; windows may be loaded by several threads."""
 
-    def __init__(self, reader: TableReader, start: _Position, windows: list[WindowUnits]) -> None:
+    def __init__(self, reader: TableReader, start: Position, windows: list[WindowUnits]) -> None:
         self._reader, self._start, self._windows = reader, start, windows
         self.numbers = range(start.window, len(windows))
         self._carried: dict[int, Future[int]] = {
